@@ -1,0 +1,328 @@
+"""SGLang's attention backend ``atom``: metadata once a step, then norm, rope, store and attention a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from atom_plugin import device, host, settings
+from atom_plugin.attention.kv_layout import as_pages, is_fp8_kv, why_not_pool
+from atom_plugin.attention.limits import why_not_layer
+from atom_plugin.attention.metadata import DecodeMetadata, ExtendMetadata, IdleMetadata, Metadata, MetadataBuilder
+from atom_plugin.attention.qk_norm_rope import QKNormRope
+from atom_plugin.attention.tables import AttendKey, LayerKernels
+from atom_plugin.ops.indices import TokenSlots
+
+
+class AtomAttentionBackend(AttentionBackend):
+    """Dense attention (MHA, GQA, MQA) over SGLang's KV pool.
+
+    SGLang owns the pool and its slots. Raises ValueError at construction for a pool or a layer that it cannot serve,
+    and NoKernelError when no row of a dispatch table runs a layer of the model.
+    """
+
+    needs_cpu_seq_lens = True  # the length of the page tables comes from there, to wait for no accelerator
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.max_context_len: int = runner.model_config.context_len
+        self.page_size: int = runner.page_size
+        self.fuses_qk_norm_rope: bool = settings.FUSE_QK_NORM_ROPE.get()
+        self._q_dtype: torch.dtype = runner.dtype
+        refused = why_not_pool(self.token_to_kv_pool)
+        if refused:
+            raise ValueError("--attention-backend atom cannot serve this model:\n  " + "\n  ".join(refused))
+        self.kv_cache_dtype = self.data_type = host.full_attention_pool(self.token_to_kv_pool).dtype
+        self.forward_metadata: Metadata = IdleMetadata()
+        self._builder = MetadataBuilder(req_to_token=self.req_to_token_pool.req_to_token, page_size=self.page_size)
+        self._kernels: dict[Any, LayerKernels] = {}
+        for layer in host.attention_layers(runner.model):
+            self._kernels_of(layer).resolve(captured=False)
+
+    # Metadata
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Build the metadata of a batch that runs once."""
+        self.forward_metadata = self._builder.build(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Build the metadata of a batch to capture, or refill what a captured graph reads before its replay."""
+        build = self._builder.capture if in_capture else self._builder.replay
+        self.forward_metadata = build(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured batches of up to ``max_bs`` requests read, and choose their kernels."""
+        self._builder.allocate_for_graphs(max_bs)
+        for kernels in self._kernels.values():
+            kernels.resolve(captured=True)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of padded requests: they see the one key of SGLang's dump slot 0."""
+        return 1
+
+    def shared_read_ends(self, fm: Any) -> Any:
+        """Declare that decode and verify read nothing of the scheduler's after the metadata is built."""
+        if fm.is_decode() or fm.is_target_verify():
+            return host.reads_end_before_replay()
+        return super().shared_read_ends(fm)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Do nothing: no metadata of ours depends on the draft's tokens, as a chain's mask is causal."""
+
+    # Attention
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        cos_sin_cache: torch.Tensor | None = None,
+        is_neox: bool = True,
+        return_lse: bool = False,
+        sinks: torch.Tensor | None = None,
+    ) -> Any:
+        """Attend one new token a request.
+
+        ``q``: [tokens, query heads * head dim] or [tokens, query heads, head dim]; ``k``, ``v``: the same for KV heads,
+        both None where the layer shares another layer's cache. ``save_kv_cache``: store k and v here; else they are
+        stored already. ``cos_sin_cache``: q and k come un-normed and un-rotated; the layer's ``qk_norm_rope`` says
+        how to finish them. Returns [tokens, query heads * v head dim], with ``return_lse`` (here or in the batch)
+        ([tokens, query heads, v head dim], float32 natural-log lse [tokens, query heads]).
+        """
+        rope = None if cos_sin_cache is None else _Rope(cos_sin_cache=cos_sin_cache, is_neox=is_neox)
+        call = _Call(layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, rope=rope)
+        return self._forward(DecodeMetadata, q, call, return_lse=return_lse, sinks=sinks)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        cos_sin_cache: torch.Tensor | None = None,
+        is_neox: bool = True,
+        return_lse: bool = False,
+        sinks: torch.Tensor | None = None,
+    ) -> Any:
+        """Attend any number of new tokens a request, with or without cached ones before; see ``forward_decode``."""
+        rope = None if cos_sin_cache is None else _Rope(cos_sin_cache=cos_sin_cache, is_neox=is_neox)
+        call = _Call(layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, rope=rope)
+        return self._forward(ExtendMetadata, q, call, return_lse=return_lse, sinks=sinks)
+
+    def _forward(
+        self,
+        kind: type[DecodeMetadata] | type[ExtendMetadata],
+        q: torch.Tensor,
+        call: _Call,
+        *,
+        return_lse: bool,
+        sinks: torch.Tensor | None,
+    ) -> Any:
+        layer = call.layer
+        if sinks is not None:
+            raise ValueError(f"attention layer {layer.layer_id} has attention sinks, which atom does not serve")
+        return_lse = return_lse or bool(call.forward_batch.mha_return_lse)
+        q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        metadata = self._planned(kind, q_THD.shape[0], call)
+        if isinstance(metadata, IdleMetadata):
+            real_THD, lse_TH = q_THD.new_empty(0, layer.tp_q_head_num, layer.v_head_dim), None
+        else:
+            real_THD = self._finish_and_store(q_THD[: metadata.num_tokens], call)
+            real_THD, lse_TH = self._attend(real_THD, layer, metadata, return_lse=return_lse)
+        return _output(real_THD, lse_TH, num_rows=q_THD.shape[0], return_lse=return_lse)
+
+    def _planned(
+        self, kind: type[DecodeMetadata] | type[ExtendMetadata], num_rows: int, call: _Call
+    ) -> DecodeMetadata | ExtendMetadata | IdleMetadata:
+        """Return the metadata of this step, or raise ValueError where it is not that of this batch."""
+        metadata = self.forward_metadata
+        if isinstance(metadata, IdleMetadata) and num_rows == 0:
+            return metadata
+        if not isinstance(metadata, kind):
+            raise ValueError(
+                f"attention layer {call.layer.layer_id} runs {kind.__name__.removesuffix('Metadata').lower()}, the "
+                f"metadata is that of a {type(metadata).__name__.removesuffix('Metadata').lower()} batch: "
+                f"init_forward_metadata was not called for this batch"
+            )
+        if metadata.num_tokens == num_rows:
+            return metadata
+        # Where MLP sync pads an extend batch, the rows past the real ones belong to no request.
+        is_mlp_padding = kind is ExtendMetadata and host.num_real_tokens(call.forward_batch) == metadata.num_tokens
+        if num_rows < metadata.num_tokens or not is_mlp_padding:
+            raise ValueError(
+                f"attention layer {call.layer.layer_id} got {num_rows} query rows, the metadata was built for "
+                f"{metadata.num_tokens} tokens: the batch was changed or padded after init_forward_metadata"
+            )
+        return metadata
+
+    def _finish_and_store(self, q_THD: torch.Tensor, call: _Call) -> torch.Tensor:
+        """Norm, rotate and store what the call leaves to the backend; return q ready for attention."""
+        layer, num_tokens = call.layer, q_THD.shape[0]
+        if call.rope is None:
+            if call.stores and call.k is not None and call.v is not None:
+                self._store(call.k[:num_tokens], call.v[:num_tokens], call)
+            return q_THD
+        constants = call.constants()
+        if not call.stores or call.k is None or call.v is None:
+            raise ValueError(
+                f"attention layer {layer.layer_id} got cos_sin_cache without k and v to store (save_kv_cache="
+                f"{call.stores}): norm and rope belong to the call that stores"
+            )
+        positions = call.positions(constants, num_tokens)
+        kernels = self._kernels_of(layer)
+        run = kernels.norm_rope_store(
+            is_neox=call.rope.is_neox,
+            rotary_dim=constants.rotary_dim,
+            num_position_axes=1 if positions.dim() == 1 else positions.shape[0],
+        )
+        k_pages, v_pages = self._pages(layer)
+        return run(
+            q_THD,
+            call.k[:num_tokens].view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            call.v[:num_tokens].view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            k_pages,
+            v_pages,
+            call.slots(num_tokens),
+            positions=positions,
+            axis_of_frequency=constants.axis_of_frequency,
+            cos_sin_cache=call.rope.cos_sin_cache,
+            is_neox=call.rope.is_neox,
+            q_weight=constants.q_weight,
+            k_weight=constants.k_weight,
+            eps=constants.eps,
+            k_scale=kernels.scales.k,
+            v_scale=kernels.scales.v,
+        )
+
+    def _store(self, k: torch.Tensor, v: torch.Tensor, call: _Call) -> None:
+        """Store finished k and v ([tokens, ...]); they keep their values."""
+        layer = call.layer
+        k_THD = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v_THD = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        slots = call.slots(k_THD.shape[0])
+        if not is_fp8_kv(self.kv_cache_dtype):
+            location = host.kv_write_location(call.forward_batch, slots.slots_T)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k_THD, v_THD)
+            return
+        kernels = self._kernels_of(layer)  # the pool's writer would divide the caller's k and v in place
+        k_pages, v_pages = self._pages(layer)
+        kernels.store(k_THD, v_THD, k_pages, v_pages, slots, k_scale=kernels.scales.k, v_scale=kernels.scales.v)
+
+    def _attend(
+        self, q_THD: torch.Tensor, layer: Any, metadata: DecodeMetadata | ExtendMetadata, *, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kernels = self._kernels_of(layer)
+        key = AttendKey(
+            phase="decode" if isinstance(metadata, DecodeMetadata) else "extend",
+            captured=metadata.batch.captured,
+            return_lse=return_lse,
+        )
+        k_pages, v_pages = self._pages(layer)
+        return kernels.attend(key)(
+            q_THD,
+            k_pages,
+            v_pages,
+            metadata.batch,
+            scale=layer.scaling,
+            k_scale=kernels.scales.k,
+            v_scale=kernels.scales.v,
+            window=kernels.window,
+            logit_cap=layer.logit_cap,
+            return_lse=return_lse,
+        )
+
+    def _pages(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's cache through SGLang's getter, which waits for a HiCache load of this layer."""
+        k_SHD, v_SHD = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        return as_pages(k_SHD, self.page_size), as_pages(v_SHD, self.page_size)
+
+    def _kernels_of(self, layer: Any) -> LayerKernels:
+        """Return the layer's rows; a layer that the model did not show at construction gets them at its first call."""
+        if layer not in self._kernels:
+            refused = why_not_layer(layer)
+            if refused:
+                raise ValueError("--attention-backend atom cannot serve this model:\n  " + "\n  ".join(refused))
+            self._kernels[layer] = LayerKernels(
+                layer,
+                arch=device.arch(),
+                q_dtype=self._q_dtype,
+                pool_dtype=self.kv_cache_dtype,
+                page_size=self.page_size,
+            )
+        return self._kernels[layer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rope:
+    """What a model hands over with un-normed, un-rotated q and k."""
+
+    cos_sin_cache: torch.Tensor
+    is_neox: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One layer's call, apart from q."""
+
+    layer: Any
+    forward_batch: Any
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    stores: bool
+    rope: _Rope | None
+
+    def slots(self, num_tokens: int) -> TokenSlots:
+        """Return where the new tokens are stored."""
+        return TokenSlots(slots_T=self.forward_batch.out_cache_loc).first(num_tokens)
+
+    def constants(self) -> QKNormRope:
+        """Return what the layer declares for norm and rope, or raise ValueError where it declares nothing."""
+        constants = vars(self.layer).get("qk_norm_rope")
+        if not isinstance(constants, QKNormRope):
+            raise ValueError(
+                f"attention layer {self.layer.layer_id} got cos_sin_cache, and has no qk_norm_rope "
+                f"(atom_plugin.attention.qk_norm_rope.QKNormRope) that says how to norm and rotate"
+            )
+        assert self.rope is not None
+        if self.rope.cos_sin_cache.shape[1] != constants.rotary_dim:
+            raise ValueError(
+                f"attention layer {self.layer.layer_id} got a cos_sin_cache of {self.rope.cos_sin_cache.shape[1]} "
+                f"columns, its qk_norm_rope says rotary_dim={constants.rotary_dim}"
+            )
+        return constants
+
+    def positions(self, constants: QKNormRope, num_tokens: int) -> torch.Tensor:
+        """Return the positions of the new tokens: SGLang 0.5.17 narrows q to the real rows, and not them."""
+        source = constants.position_source
+        positions: torch.Tensor | None = (
+            self.forward_batch.positions if source == "positions" else self.forward_batch.mrope_positions
+        )
+        if positions is None:
+            raise ValueError(f"attention layer {self.layer.layer_id} rotates by {source}, the batch has none")
+        return positions[..., :num_tokens]
+
+
+def _output(
+    out_THD: torch.Tensor, lse_TH: torch.Tensor | None, *, num_rows: int, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return what SGLang expects, with zeros (and an lse of -inf) for ``num_rows`` rows past the real ones."""
+    padding = num_rows - out_THD.shape[0]
+    if padding:
+        out_THD = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, padding))
+    if not return_lse:
+        return out_THD.flatten(1)
+    if lse_TH is None:
+        lse_TH = out_THD.new_empty(0, out_THD.shape[1], dtype=torch.float32)
+    return out_THD, torch.nn.functional.pad(lse_TH, (0, 0, 0, padding), value=-torch.inf)

@@ -1,0 +1,218 @@
+"""Attention metadata: one builder for eager, capture and replay, which differ only in whose memory is filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atom_plugin import host
+from atom_plugin.ops.indices import PageTable
+from atom_plugin.ops.paged_attention import PagedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeMetadata:
+    """One query token a request; ``num_tokens`` of them, padded rows included."""
+
+    num_tokens: int
+    batch: PagedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendMetadata:
+    """Any number of query tokens a request: extend, mixed, target verify, draft extend. ``num_tokens`` in all."""
+
+    num_tokens: int
+    batch: PagedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleMetadata:
+    """A batch without work for attention."""
+
+
+Metadata = DecodeMetadata | ExtendMetadata | IdleMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """Memory of one batch's metadata; shapes and dtypes as in PagedBatch."""
+
+    qo_indptr_B1: torch.Tensor
+    seq_lens_B: torch.Tensor
+    pages_BP: torch.Tensor
+
+    @classmethod
+    def new(cls, *, max_requests: int, max_pages: int, device: torch.device) -> _Buffers:
+        """Allocate for ``max_requests`` requests of ``max_pages`` pages; zeros, so that unused entries name page 0."""
+        return cls(
+            qo_indptr_B1=torch.zeros(max_requests + 1, dtype=torch.int32, device=device),
+            seq_lens_B=torch.zeros(max_requests, dtype=torch.int32, device=device),
+            pages_BP=torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device),
+        )
+
+    def first(self, requests: int) -> _Buffers:
+        """Return the same memory, cut to ``requests`` requests."""
+        return _Buffers(
+            qo_indptr_B1=self.qo_indptr_B1[: requests + 1],
+            seq_lens_B=self.seq_lens_B[:requests],
+            pages_BP=self.pages_BP[:requests],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One step as SGLang states it. ``seq_lens_B``: keys of each request including this step's new tokens."""
+
+    is_decode: bool
+    seq_lens_B: torch.Tensor
+    req_pool_indices_B: torch.Tensor
+    qo_indptr_B1: torch.Tensor
+    num_tokens: int
+    max_q_len: int
+    max_seq_len: int
+
+
+class MetadataBuilder:
+    """Builds the metadata of one backend from SGLang's batches.
+
+    ``req_to_token``: SGLang's int32 [requests + 1, most tokens] of token slots, read during a build and never after.
+    The buffers for captured batches belong to the builder and never move; every captured batch size is a cut of them.
+    """
+
+    def __init__(self, *, req_to_token: torch.Tensor, page_size: int) -> None:
+        self._req_to_token = req_to_token
+        self._page_size = page_size
+        self._buffers: _Buffers | None = None
+        self._captured: dict[tuple[bool, int, int], DecodeMetadata | ExtendMetadata] = {}
+
+    @property
+    def max_seq_len(self) -> int:
+        """Return the most tokens that a request can have."""
+        return self._req_to_token.shape[1]
+
+    def allocate_for_graphs(self, max_requests: int) -> None:
+        """Allocate what captured batches of up to ``max_requests`` requests read; earlier captures end."""
+        self._captured.clear()
+        max_pages = -(-self.max_seq_len // self._page_size)
+        self._buffers = _Buffers.new(max_requests=max_requests, max_pages=max_pages, device=self._req_to_token.device)
+
+    def build(self, forward_batch: Any) -> Metadata:
+        """Return the metadata of a batch that runs once, in memory of its own."""
+        if _is_idle(forward_batch):
+            return IdleMetadata()
+        step = _step_of(forward_batch)
+        buffers = _Buffers.new(
+            max_requests=step.seq_lens_B.shape[0],
+            max_pages=-(-step.max_seq_len // self._page_size),
+            device=self._req_to_token.device,
+        )
+        self._fill(buffers, step)
+        return self._metadata(buffers, step, captured=False)
+
+    def capture(self, forward_batch: Any) -> Metadata:
+        """Return the metadata of a batch about to be captured, in the builder's buffers."""
+        step = _step_of(forward_batch)
+        if self._buffers is None or step.seq_lens_B.shape[0] > self._buffers.seq_lens_B.shape[0]:
+            allocated = 0 if self._buffers is None else self._buffers.seq_lens_B.shape[0]
+            raise ValueError(
+                f"a graph of {step.seq_lens_B.shape[0]} requests is captured, "
+                f"init_cuda_graph_state allocated for {allocated}"
+            )
+        buffers = self._buffers.first(step.seq_lens_B.shape[0])
+        self._fill(buffers, step)
+        metadata = self._metadata(buffers, step, captured=True)
+        self._captured[_graph_of(step)] = metadata
+        return metadata
+
+    def replay(self, forward_batch: Any) -> Metadata:
+        """Refill what the captured graph reads, and return the metadata that it was captured with."""
+        step = _step_of(forward_batch)
+        metadata = self._captured.get(_graph_of(step))
+        if metadata is None:
+            raise ValueError(
+                f"a graph of {step.seq_lens_B.shape[0]} requests with {step.num_tokens} tokens is replayed "
+                f"that was never captured"
+            )
+        assert self._buffers is not None
+        self._fill(self._buffers.first(step.seq_lens_B.shape[0]), step)
+        return metadata
+
+    def _fill(self, buffers: _Buffers, step: _Step) -> None:
+        """Copy the step into ``buffers``: afterwards nothing of SGLang's is needed any more."""
+        buffers.qo_indptr_B1.copy_(step.qo_indptr_B1)
+        buffers.seq_lens_B.copy_(step.seq_lens_B)
+        slots = self._req_to_token[:, : step.max_seq_len : self._page_size]
+        pages_BP = slots.index_select(0, step.req_pool_indices_B)
+        if self._page_size > 1:
+            pages_BP = pages_BP.div_(self._page_size, rounding_mode="floor")
+        buffers.pages_BP[:, : pages_BP.shape[1]].copy_(pages_BP)
+
+    def _metadata(self, buffers: _Buffers, step: _Step, *, captured: bool) -> DecodeMetadata | ExtendMetadata:
+        batch = PagedBatch(
+            qo_indptr_B1=buffers.qo_indptr_B1,
+            seq_lens_B=buffers.seq_lens_B,
+            page_table=PageTable(pages_BP=buffers.pages_BP, page_size=self._page_size),
+            max_q_len=step.max_q_len,
+            max_seq_len=self.max_seq_len if captured else step.max_seq_len,
+            captured=captured,
+        )
+        kind = DecodeMetadata if step.is_decode else ExtendMetadata
+        return kind(num_tokens=step.num_tokens, batch=batch)
+
+
+def _graph_of(step: _Step) -> tuple[bool, int, int]:
+    return step.is_decode, step.seq_lens_B.shape[0], step.num_tokens
+
+
+def _is_idle(forward_batch: Any) -> bool:
+    return forward_batch.forward_mode.is_idle() or forward_batch.seq_lens.shape[0] == 0
+
+
+def _step_of(forward_batch: Any) -> _Step:
+    mode, seq_lens_B = forward_batch.forward_mode, forward_batch.seq_lens
+    requests = seq_lens_B.shape[0]
+    max_seq_len = _longest(seq_lens_B, forward_batch.seq_lens_cpu)
+    if mode.is_target_verify():  # seq_lens leaves out the draft tokens
+        host.refuse_tree_verify(forward_batch.spec_info)
+        q_len = forward_batch.spec_info.draft_token_num
+        seq_lens_B, max_seq_len = seq_lens_B + q_len, max_seq_len + q_len
+    elif mode.is_draft_extend_v2():
+        q_len = forward_batch.spec_info.num_tokens_per_req
+    elif mode.is_decode():
+        q_len = 1
+    else:
+        return _ragged_step(forward_batch, max_seq_len)
+    return _Step(
+        is_decode=mode.is_decode(),
+        seq_lens_B=seq_lens_B,
+        req_pool_indices_B=forward_batch.req_pool_indices,
+        qo_indptr_B1=torch.arange(0, requests * q_len + 1, q_len, dtype=torch.int32, device=seq_lens_B.device),
+        num_tokens=requests * q_len,
+        max_q_len=q_len,
+        max_seq_len=max_seq_len,
+    )
+
+
+def _ragged_step(forward_batch: Any, max_seq_len: int) -> _Step:
+    if forward_batch.extend_seq_lens is None or forward_batch.extend_seq_lens_cpu is None:
+        raise ValueError(f"a batch in {forward_batch.forward_mode.name} mode has no extend_seq_lens")
+    qo_indptr_B1 = forward_batch.seq_lens.new_zeros(forward_batch.seq_lens.shape[0] + 1, dtype=torch.int32)
+    torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=qo_indptr_B1[1:])
+    return _Step(
+        is_decode=False,
+        seq_lens_B=forward_batch.seq_lens,
+        req_pool_indices_B=forward_batch.req_pool_indices,
+        qo_indptr_B1=qo_indptr_B1,
+        num_tokens=sum(forward_batch.extend_seq_lens_cpu),
+        max_q_len=max(forward_batch.extend_seq_lens_cpu),
+        max_seq_len=max_seq_len,
+    )
+
+
+def _longest(seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor | None) -> int:
+    """Return the longest length; from SGLang's host copy where the lengths are on an accelerator, to wait for none."""
+    on_host = seq_lens.device.type == "cpu" or seq_lens_cpu is None
+    return int((seq_lens if on_host else seq_lens_cpu).max())

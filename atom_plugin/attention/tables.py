@@ -1,0 +1,113 @@
+"""The ops that the backend runs and the rows that are forced by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from atom_plugin import settings
+from atom_plugin.attention.kv_layout import KVScales
+from atom_plugin.dispatch import Table
+from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
+
+PHASES: tuple[Literal["decode", "extend"], ...] = ("decode", "extend")
+
+TABLES: dict[str, Table[Any]] = {
+    table.op: table for table in (paged_attention.TABLE, store_kv.TABLE, qk_norm_rope_store_kv.TABLE)
+}
+
+
+def forced_rows() -> dict[str, str]:
+    """Return op -> row of ATOM_PLUGIN_KERNELS, or raise ValueError naming the ops, or the rows, that there are."""
+    forced = settings.KERNELS.get()
+    for op, row in forced.items():
+        if op not in TABLES:
+            raise ValueError(f"{settings.KERNELS.name} names the op {op!r}; the ops are: {', '.join(TABLES)}")
+        if row not in TABLES[op].names():
+            raise ValueError(
+                f"{settings.KERNELS.name} names the row {op}={row}; its rows are: {', '.join(TABLES[op].names())}"
+            )
+    return forced
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendKey:
+    """What the choice of an attention row depends on besides the launch."""
+
+    phase: Literal["decode", "extend"]
+    captured: bool
+    return_lse: bool
+
+
+class LayerKernels:
+    """The rows chosen for one attention layer; a choice is made once and a layer's scales are read once.
+
+    Raises NoKernelError, with every row's reasons, from the constructor where no row runs the layer.
+    """
+
+    def __init__(self, layer: Any, *, arch: str, q_dtype: torch.dtype, pool_dtype: torch.dtype, page_size: int) -> None:
+        self.scales = KVScales.of(layer, pool_dtype)
+        self.window: int = layer.sliding_window_size if layer.sliding_window_size > 0 else paged_attention.NO_WINDOW
+        self._layer = layer
+        self._arch, self._q_dtype, self._pool_dtype, self._page_size = arch, q_dtype, pool_dtype, page_size
+        self._forced = forced_rows()
+        self._attend: dict[AttendKey, paged_attention.PagedAttention] = {}
+        self.store: store_kv.StoreKV = self._choose(
+            store_kv.TABLE, store_kv.StoreKVProblem(arch=arch, kv_dtype=q_dtype, pool_dtype=pool_dtype)
+        )
+        self._norm_rope_store: dict[tuple[bool, int, int], qk_norm_rope_store_kv.QKNormRopeStoreKV] = {}
+
+    def resolve(self, *, captured: bool) -> None:
+        """Choose the row of every phase, so that a missing one ends the launch and not a request."""
+        for phase in PHASES:
+            for return_lse in (False, True):
+                self.attend(AttendKey(phase=phase, captured=captured, return_lse=return_lse))
+
+    def attend(self, key: AttendKey) -> paged_attention.PagedAttention:
+        """Return the row that attends in ``key``'s phase."""
+        if key not in self._attend:
+            layer = self._layer
+            problem = paged_attention.PagedAttentionProblem(
+                arch=self._arch,
+                phase=key.phase,
+                captured=key.captured,
+                q_dtype=self._q_dtype,
+                kv_dtype=self._pool_dtype,
+                num_q_heads=layer.tp_q_head_num,
+                num_kv_heads=layer.tp_k_head_num,
+                qk_head_dim=layer.qk_head_dim,
+                v_head_dim=layer.v_head_dim,
+                page_size=self._page_size,
+                window=self.window,
+                logit_cap=layer.logit_cap,
+                return_lse=key.return_lse,
+            )
+            self._attend[key] = self._choose(paged_attention.TABLE, problem)
+        return self._attend[key]
+
+    def norm_rope_store(
+        self, *, is_neox: bool, rotary_dim: int, num_position_axes: int
+    ) -> qk_norm_rope_store_kv.QKNormRopeStoreKV:
+        """Return the row that norms, rotates and stores."""
+        key = (is_neox, rotary_dim, num_position_axes)
+        if key not in self._norm_rope_store:
+            layer = self._layer
+            problem = qk_norm_rope_store_kv.QKNormRopeStoreKVProblem(
+                arch=self._arch,
+                qkv_dtype=self._q_dtype,
+                pool_dtype=self._pool_dtype,
+                num_q_heads=layer.tp_q_head_num,
+                num_kv_heads=layer.tp_k_head_num,
+                head_dim=layer.qk_head_dim,
+                rotary_dim=rotary_dim,
+                is_neox=is_neox,
+                num_position_axes=num_position_axes,
+            )
+            self._norm_rope_store[key] = self._choose(qk_norm_rope_store_kv.TABLE, problem)
+        return self._norm_rope_store[key]
+
+    def _choose(self, table: Table[Any], problem: Any) -> Any:
+        forced = self._forced.get(table.op)
+        return table.choose(replace(problem, forced=forced), forced).load()

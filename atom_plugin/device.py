@@ -1,0 +1,36 @@
+"""The only place that asks what machine this is."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def arch() -> str:
+    """Return the architecture that kernels are chosen for: ``cpu``, ``sm90``, ``gfx942``, ...
+
+    The first visible accelerator speaks for all: a server never mixes them.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"sm{major}{minor}"
+
+
+def is_accelerator(name: str) -> bool:
+    """Return whether ``name`` (an ``arch()`` value) is a GPU."""
+    return name != "cpu"
+
+
+def fp8_is_fnuz() -> bool:
+    """Return whether FP8 e4m3 here is the fnuz variant (largest value 240) of MI300X."""
+    return arch() == "gfx942"
+
+
+def torch_device() -> torch.device:
+    """Return the device that this process computes on."""
+    return torch.device("cpu") if arch() == "cpu" else torch.device("cuda", torch.cuda.current_device())

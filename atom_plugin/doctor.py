@@ -1,0 +1,103 @@
+"""What would break a launch, found without launching: SGLang only logs a plugin or a hook that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+
+from atom_plugin import device, host, platform, register, settings
+from atom_plugin.resolve import CLASSES
+
+PACKAGES = ("sglang", "transformers", "torch", "triton", "amd-aiter")
+ENTRY_POINTS = {
+    "sglang.srt.plugins": (register.NAME, "atom_plugin.register:register"),
+    "sglang.srt.platforms": (platform.NAME, platform.ENTRY_POINT),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: its ``name``, what was found, and the remedy, "" when nothing is wrong."""
+
+    name: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Return every finding, in the order in which a launch would meet them."""
+    checks: tuple[Callable[[], list[Finding]], ...] = (_versions, _entry_points, _machine, _settings, _registration)
+    return [finding for check in checks for finding in check()]
+
+
+def report(findings: list[Finding], *, as_json: bool) -> str:
+    """Return the findings as text for a person, or as JSON."""
+    if as_json:
+        return json.dumps([asdict(finding) for finding in findings], indent=2)
+    lines = [
+        f"{'FAIL' if finding.remedy else 'ok  '}  {finding.name}: {finding.found}"
+        + (f"\n      -> {finding.remedy}" if finding.remedy else "")
+        for finding in findings
+    ]
+    return "\n".join(lines)
+
+
+def _versions() -> list[Finding]:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(Finding(package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            needed = package in ("sglang", "torch", "transformers")
+            found.append(Finding(package, "not installed", "pip install 'atom-plugin[sglang]'" if needed else ""))
+    versions = {finding.name: finding.found for finding in found}
+    if not SpecifierSet(host.SUPPORTED_SGLANG).contains(versions["sglang"], prereleases=True):
+        found.append(Finding("SGLang range", versions["sglang"], f"install SGLang {host.SUPPORTED_SGLANG}"))
+    return found
+
+
+def _entry_points() -> list[Finding]:
+    found = []
+    for group, (name, value) in ENTRY_POINTS.items():
+        here = [point.value for point in metadata.entry_points(group=group) if point.name == name]
+        remedy = (
+            ""
+            if value in here
+            else "install the package (pip install atom-plugin), a folder on PYTHONPATH is not enough"
+        )
+        found.append(Finding(f"entry point {group}: {name}", ", ".join(here) or "absent", remedy))
+    return found
+
+
+def _machine() -> list[Finding]:
+    return [
+        Finding("device", device.arch()),
+        Finding("CPU platform", platform.why_inactive() or "serves here: no accelerator was found"),
+    ]
+
+
+def _settings() -> list[Finding]:
+    found = []
+    for setting in settings.ALL:
+        try:
+            found.append(Finding(setting.name, repr(setting.get())))
+        except ValueError as error:
+            found.append(Finding(setting.name, str(error), "correct or unset it"))
+    return found
+
+
+def _registration() -> list[Finding]:
+    from atom_plugin import hooks
+
+    if not register.complete:
+        register.register()
+    register.prepare_serving()
+    found = [
+        Finding(f"hook {row.target}", row.kind, "" if hooks.is_applied(row) else "another plugin took it off again")
+        for row in hooks.installed()
+    ]
+    return [*found, *(Finding(f"model {name} ({kind})", path) for (name, kind), path in CLASSES.items())]

@@ -1,0 +1,220 @@
+"""Airlock to SGLang: whatever has another place or shape in one of the supported versions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from packaging.version import Version
+
+SUPPORTED_SGLANG = ">=0.5.17,<0.5.24"
+
+
+@functools.cache
+def sglang_version() -> str:
+    """Return the version of the SGLang that Python finds first."""
+    return metadata.version("sglang")
+
+
+@functools.cache
+def since(version: str) -> bool:
+    """Return whether the SGLang that is here is ``version`` or newer."""
+    return Version(sglang_version()) >= Version(version)
+
+
+def attention_tp_group() -> dict[str, object]:
+    """Return the keyword arguments that put one of SGLang's parallel linears on the attention-TP group.
+
+    0.5.23 takes the name of a group; before it a rank and a size.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if since("0.5.23"):
+        return {"parallel_group": "attn_tp"}
+    return {"tp_rank": get_parallel().attn_tp_rank, "tp_size": get_parallel().attn_tp_size}
+
+
+def bind_topk(topk: Any, experts: Any) -> None:
+    """Tell a TopK layer which MoE runner consumes its output; SGLang before 0.5.23 finds that out by itself."""
+    if since("0.5.23"):
+        topk.bind_runner_backend(experts.runner_backend, routing_method_type=experts.routing_method_type)
+
+
+def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
+    """Return the backend that runs the full-attention layers of a batch in ``forward_mode``, out of its wrappers."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
+
+    while True:
+        if isinstance(backend, HybridAttnBackend):
+            backend = backend._select_backend(forward_mode)
+        elif isinstance(backend, HybridLinearAttnBackend):
+            backend = backend.full_attn_backend
+        elif isinstance(backend, TboAttnBackend):
+            backend = backend.primary
+        else:
+            return backend
+
+
+def kv_write_location(forward_batch: Any, slots: Any) -> Any:
+    """Return what the pool's writer takes for the token slots ``slots`` (int64 [tokens]) of ``forward_batch``."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    if since("0.5.23"):
+        return KVWriteLoc(slots, physical=forward_batch.out_cache_loc_is_physical)
+    return KVWriteLoc(slots)
+
+
+def num_real_tokens(forward_batch: Any) -> int | None:
+    """Return how many of the batch's tokens are real where MLP sync padded it; None where nobody counted."""
+    if since("0.5.21"):
+        return forward_batch.global_num_token_non_padded_cpu  # type: ignore[no-any-return]
+    return forward_batch.num_token_non_padded_cpu  # type: ignore[no-any-return]
+
+
+def asks_for(server_args: Any, name: str) -> list[str]:
+    """Return the flags of a resolved launch that name us, as a user would write them; empty when none does."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    cfg = resolved(server_args)
+    prefill, decode = attention_backends_of(cfg)
+    flags = {
+        "--model-impl": cfg.model_impl,
+        "--prefill-attention-backend": prefill,
+        "--decode-attention-backend": decode,
+    }
+    if prefill == decode:
+        flags = {"--model-impl": cfg.model_impl, "--attention-backend": prefill}
+    return [f"{flag} {name}" for flag, value in flags.items() if value == name]
+
+
+def resolved(server_args: Any) -> Any:
+    """Return a read-only view of a launch with SGLang's decisions applied over the user's flags."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def model_config(server_args: Any) -> Any:
+    """Return SGLang's ModelConfig of a launch, built once."""
+    if since("0.5.21"):
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
+        return model_config_of(server_args)
+    return server_args.get_model_config()
+
+
+def attention_dp_size(server_args: Any) -> int:
+    """Return over how many ranks attention is data parallel, 1 for none."""
+    cfg = resolved(server_args)
+    if since("0.5.23"):
+        return int(cfg.attn_dp_size)
+    return int(cfg.dp_size) if cfg.enable_dp_attention else 1
+
+
+def stamp_resolution(model_config: Any, architecture: str) -> None:
+    """Record what SGLang's own get_model_architecture records beside its return value; later readers rely on it."""
+    from sglang.srt.configs.model_config import ModelImpl
+
+    model_config._resolved_model_arch = architecture
+    model_config._resolved_model_impl = ModelImpl.SGLANG
+
+
+def add_attention_backend_choice(name: str) -> None:
+    """Let `--attention-backend`, `--prefill-...` and `--decode-attention-backend` take ``name``."""
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    if name not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([name])
+
+
+def register_attention_backend(name: str, make: Callable[[Any], Any]) -> None:
+    """Let a scheduler process build ``make(runner)`` for backend ``name``."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend as register
+
+    if name not in ATTENTION_BACKENDS:
+        register(name)(make)
+
+
+def make_default_attention_backend(name: str, *, model_impl: str) -> None:
+    """Make ``name`` the attention backend of launches with ``model_impl`` that name none.
+
+    0.5.17 fills in a CPU default before it asks plugins, which the user cannot have meant where our platform serves.
+    """
+    from sglang.srt.arg_groups.overrides import register_model_override_predicate
+
+    unset = (None,) if since("0.5.21") else (None, "intel_amx")
+
+    def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
+        fills = server_args.model_impl == model_impl and server_args.attention_backend in unset
+        return {"attention_backend": name} if fills else {}
+
+    register_model_override_predicate(lambda architecture: True)(provide)
+
+
+def refuse_tree_verify(spec_info: Any) -> None:
+    """Raise ValueError unless the draft that ``spec_info`` verifies is a chain, which causal attention covers."""
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    if not isinstance(spec_info, EagleVerifyInput) or spec_info.topk != 1:
+        raise ValueError(
+            f"the atom attention backend verifies EAGLE chains only: {type(spec_info).__name__} with topk "
+            f"{spec_info.topk} may hold a tree, whose custom_mask it would ignore. Use --speculative-eagle-topk 1, "
+            f"or another --attention-backend."
+        )
+
+
+def flag_value(cfg: Any, field: str) -> Any:
+    """Return a server flag of a ``resolved`` view; AttributeError when this SGLang has no such flag."""
+    return getattr(cfg, field)
+
+
+def uses_mla(model_config: Any) -> bool:
+    """Return whether SGLang keeps a latent (MLA) cache for a model."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return bool(model_config.attention_arch == AttentionArch.MLA)
+
+
+def full_attention_pool(pool: Any) -> Any:
+    """Return the pool of the full-attention layers: ``pool``, or the one that HybridLinearKVPool keeps for them."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    return pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
+
+
+def is_plain_mha_pool(pool: Any) -> bool:
+    """Return whether ``pool`` is SGLang's own multi-head KV pool, and not a subclass that stores in another way."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return type(pool) is MHATokenToKVPool
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """Return every RadixAttention of ``model``."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def num_core_groups(server_args: Any) -> int:
+    """Return how many ``|``-separated groups SGLANG_CPU_OMP_THREADS_BIND must have for a launch on CPUs.
+
+    0.5.17 counts the TP ranks of one replica; later ones all ranks, where only replicas multiply (0.5.21 still calls
+    attention DP ``dp_size``, 0.5.23 has moved it out by the time that a platform is asked).
+    """
+    if not since("0.5.21"):
+        return int(server_args.tp_size)
+    is_attention_dp = not since("0.5.23") and server_args.enable_dp_attention
+    return int((1 if is_attention_dp else server_args.dp_size) * server_args.tp_size * server_args.pp_size)
+
+
+def reads_end_before_replay() -> Any:
+    """Return SGLang's word for a backend that reads nothing of the scheduler's once its metadata is built."""
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+    return SharedReadEnds.PRE_REPLAY

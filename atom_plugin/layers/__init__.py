@@ -1,0 +1,1 @@
+"""The building blocks of our models, on SGLang's parallel layers."""

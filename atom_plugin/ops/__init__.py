@@ -1,0 +1,1 @@
+"""Kernels behind dispatch tables; nothing here knows SGLang or AITER."""

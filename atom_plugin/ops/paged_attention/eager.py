@@ -1,0 +1,176 @@
+"""Paged attention in PyTorch for CPUs: gather the keys of many requests at once, then one fused attention call.
+
+A batch is cut into tiles (see tiles.py). Decode and short equal queries are batched over requests, so the number of
+PyTorch calls does not grow with the batch; long queries run a request at a time, in blocks of queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from atom_plugin.ops.paged_attention import PagedBatch
+from atom_plugin.ops.paged_attention.tiles import Tile, cut_into_tiles
+
+MAX_SCRATCH_BYTES = 256 << 20
+_QUERY_BLOCK = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Softmax:
+    """How scores become weights; names as in ``paged_attention``."""
+
+    scale: float
+    window: int
+    logit_cap: float
+    return_lse: bool
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    window: int,
+    logit_cap: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``atom_plugin.ops.paged_attention.paged_attention``; scratch stays under MAX_SCRATCH_BYTES."""
+    num_tokens, num_q_heads, dim = q_THD.shape
+    num_kv_heads, v_dim = v_pages.shape[2:]
+    softmax = _Softmax(scale=scale * k_scale, window=window, logit_cap=logit_cap, return_lse=return_lse)
+    max_keys = max(1, MAX_SCRATCH_BYTES // (2 * num_kv_heads * (dim + v_dim) * q_THD.element_size()))
+    tiles = batch.once(("tiles", window, max_keys), lambda: cut_into_tiles(batch, window=window, max_keys=max_keys))
+    if len(tiles) == 1 and tiles[0].num_queries == num_tokens:
+        out_BnHD, lse_BnH = _attend(q_THD, k_pages, v_pages, tiles[0], softmax, max_keys)
+        out_THD, lse_TH = out_BnHD.flatten(0, 1), None if lse_BnH is None else lse_BnH.flatten(0, 1)
+    else:  # zeros stay where a request has no key, or a row no request
+        out_THD = q_THD.new_zeros(num_tokens, num_q_heads, v_dim)
+        lse_TH = torch.full((num_tokens, num_q_heads), -torch.inf, device=q_THD.device) if return_lse else None
+        for tile in tiles:
+            out_BnHD, lse_BnH = _attend(q_THD[tile.rows], k_pages, v_pages, tile, softmax, max_keys)
+            out_THD[tile.rows] = out_BnHD.flatten(0, 1)
+            if lse_TH is not None and lse_BnH is not None:
+                lse_TH[tile.rows] = lse_BnH.flatten(0, 1)
+    return (out_THD if v_scale == 1.0 else out_THD.mul_(v_scale)), lse_TH
+
+
+def _attend(
+    q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax, max_keys: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend one tile: ([requests, queries, heads, v head dim], lse [requests, queries, heads] if asked for)."""
+    q_BnHD = q_THD.view(tile.num_requests, tile.q_len, *q_THD.shape[1:])
+    fits = tile.num_keys * tile.num_requests <= max_keys
+    if fits and softmax.logit_cap <= 0 and not softmax.return_lse:
+        return _fused(q_BnHD, k_pages, v_pages, tile, softmax), None
+    return _blocked(q_BnHD, k_pages, v_pages, tile, softmax, max_keys)
+
+
+def _gather(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the pool's rows at ``slots`` (int64 [requests, keys]) in ``dtype``: [requests, KV heads, keys, dim]."""
+    _, _, heads, dim = pages.shape
+    rows = pages.view(-1, heads * dim)
+    if pages.dtype.itemsize == 1:  # index_select has no float8
+        rows = rows.view(torch.uint8).index_select(0, slots.view(-1)).view(pages.dtype)
+    else:
+        rows = rows.index_select(0, slots.view(-1))
+    if rows.dtype != dtype:
+        rows = rows.to(dtype)
+    return rows.view(*slots.shape, heads, dim).transpose(1, 2)
+
+
+def _fused(
+    q_BnHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax
+) -> torch.Tensor:
+    """Attend one tile through PyTorch's fused attention: [requests, queries, heads, v head dim]."""
+    requests, q_len, heads, dim = q_BnHD.shape
+    kv_heads = k_pages.shape[2]
+    k_BHLD = _gather(k_pages, tile.slots_BL, q_BnHD.dtype)
+    v_BHLD = _gather(v_pages, tile.slots_BL, q_BnHD.dtype)
+    if q_len == 1:  # the queries of a KV head's group are one block of queries: K and V are read once for all
+        q_BHGD = q_BnHD.view(requests, kv_heads, heads // kv_heads, dim)
+        bias = tile.bias(q_BnHD.dtype)
+        out = F.scaled_dot_product_attention(q_BHGD, k_BHLD, v_BHLD, attn_mask=bias, scale=softmax.scale)
+        return out.reshape(requests, 1, heads, out.shape[3])
+    q_BHnD, grouped = q_BnHD.transpose(1, 2), heads != kv_heads
+    if tile.is_causal_square:
+        out = F.scaled_dot_product_attention(
+            q_BHnD, k_BHLD, v_BHLD, is_causal=True, scale=softmax.scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)
+    blocks = []
+    for first in range(0, q_len, _QUERY_BLOCK):
+        queries = slice(first, min(first + _QUERY_BLOCK, q_len))
+        keys = tile.keys_seen_by(queries, softmax.window)
+        seen_B1nL = tile.visible(queries, keys, softmax.window).unsqueeze(1)
+        out = F.scaled_dot_product_attention(
+            q_BHnD[:, :, queries],
+            k_BHLD[:, :, keys],
+            v_BHLD[:, :, keys],
+            attn_mask=seen_B1nL,
+            scale=softmax.scale,
+            enable_gqa=grouped,
+        )
+        if tile.has_blind_queries:
+            out = out.masked_fill(~seen_B1nL.any(-1, keepdim=True), 0)
+        blocks.append(out)
+    return torch.cat(blocks, dim=2).transpose(1, 2)
+
+
+def _blocked(
+    q_BnHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax, max_keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend one tile in fp32, a block of keys at a time: (out [B, n, H, Dv], natural-log lse [B, n, H])."""
+    outs, lses = [], []
+    for first in range(0, tile.q_len, _QUERY_BLOCK):
+        queries = slice(first, min(first + _QUERY_BLOCK, tile.q_len))
+        out, lse = _blocked_queries(q_BnHD[:, queries], k_pages, v_pages, tile, queries, softmax, max_keys)
+        outs.append(out.to(q_BnHD.dtype))
+        lses.append(lse)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _blocked_queries(
+    q_BnHD: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    tile: Tile,
+    queries: slice,
+    softmax: _Softmax,
+    max_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Running softmax over blocks of keys; returns float32 (out [B, n, H, Dv], lse [B, n, H])."""
+    requests, q_len, heads, dim = q_BnHD.shape
+    kv_heads = k_pages.shape[2]
+    q_BKGnD = q_BnHD.float().view(requests, q_len, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    top_BKGn1 = q_BKGnD.new_full((*q_BKGnD.shape[:4], 1), -torch.inf)
+    total_BKGn1 = torch.zeros_like(top_BKGn1)
+    out_BKGnD = q_BKGnD.new_zeros(*q_BKGnD.shape[:4], v_pages.shape[3])
+    seen_keys = tile.keys_seen_by(queries, softmax.window)
+    scores_per_key = requests * heads * q_len
+    step = max(1, min(max_keys // requests, MAX_SCRATCH_BYTES // (16 * scores_per_key)))
+    for first in range(seen_keys.start, seen_keys.stop, step):
+        keys = slice(first, min(first + step, seen_keys.stop))
+        slots_BL = tile.slots_BL[:, keys].contiguous()
+        k_BK1LD = _gather(k_pages, slots_BL, torch.float32).unsqueeze(2)
+        v_BK1LD = _gather(v_pages, slots_BL, torch.float32).unsqueeze(2)
+        scores = torch.matmul(q_BKGnD, k_BK1LD.transpose(-1, -2)).mul_(softmax.scale)
+        if softmax.logit_cap > 0:
+            scores = scores.div_(softmax.logit_cap).tanh_().mul_(softmax.logit_cap)
+        seen_B11nL = tile.visible(queries, keys, softmax.window)[:, None, None]
+        scores.masked_fill_(~seen_B11nL, -torch.inf)
+        new_top = torch.maximum(top_BKGn1, scores.amax(-1, keepdim=True))
+        base = new_top.masked_fill(new_top == -torch.inf, 0)  # nothing seen so far: exp(-inf - 0) is 0, not NaN
+        weights, fade = scores.sub_(base).exp_(), (top_BKGn1 - base).exp_()
+        total_BKGn1 = total_BKGn1 * fade + weights.sum(-1, keepdim=True)
+        out_BKGnD = out_BKGnD * fade + torch.matmul(weights, v_BK1LD)
+        top_BKGn1 = new_top
+    lse = (top_BKGn1 + total_BKGn1.log()).squeeze(-1).permute(0, 3, 1, 2).reshape(requests, q_len, heads)
+    out = out_BKGnD / total_BKGn1.masked_fill(total_BKGn1 == 0, 1)
+    return out.permute(0, 3, 1, 2, 4).reshape(requests, q_len, heads, out.shape[4]), lse

@@ -1,0 +1,177 @@
+"""Everything that we do not serve, found before weights load, all reasons at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from atom_plugin import device, host
+from atom_plugin.attention.limits import why_not_backend
+from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
+from atom_plugin.configs import ConfigError, Qwen3MoeSpec, Qwen3Spec, load_spec
+from atom_plugin.configs.load import raw_config
+from atom_plugin.register import NAME, LaunchRefused
+from atom_plugin.resolve import class_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A server flag of which we serve only some values. ``part`` is what of ours cannot: the model or the backend."""
+
+    field: str
+    served: tuple[Any, ...]
+    part: str
+    why: str
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(field="speculative_algorithm", served=(None,), part="backend", why="speculation is not tested end to end yet"),
+    Flag(
+        field="dcp_size", served=(1,), part="backend", why="decode context parallelism needs partial attention outputs"
+    ),
+    Flag(field="attn_cp_size", served=(1,), part="backend", why="prefill context parallelism splits the queries"),
+    Flag(field="enable_unified_memory", served=(False,), part="backend", why="its KV slots are not plain token slots"),
+    Flag(field="enable_deterministic_inference", served=(False,), part="backend", why="batch invariance is not tested"),
+    Flag(
+        field="enable_two_batch_overlap", served=(False,), part="backend", why="two batches share one metadata object"
+    ),
+    Flag(field="enable_pdmux", served=(False,), part="backend", why="it runs one backend object on several streams"),
+    Flag(
+        field="prefill_only_disable_kv_cache",
+        served=(False,),
+        part="backend",
+        why="attention reads K and V from the cache",
+    ),
+    Flag(field="dllm_algorithm", served=(None,), part="backend", why="diffusion decoding is not causal"),
+    Flag(field="enable_hisparse", served=(False,), part="backend", why="sparse KV selection is not built"),
+    Flag(
+        field="disaggregation_mode", served=("null",), part="backend", why="disaggregation is not tested end to end yet"
+    ),
+    Flag(field="pp_size", served=(1,), part="model", why="the models are not split into pipeline stages"),
+    Flag(field="moe_dp_size", served=(1,), part="model", why="experts are split over the TP group only"),
+    Flag(field="moe_a2a_backend", served=("none",), part="model", why="tokens reach experts by gather and all-reduce"),
+    Flag(field="enable_eplb", served=(False,), part="model", why="experts stay where the checkpoint numbers them"),
+    Flag(field="ep_num_redundant_experts", served=(0,), part="model", why="no expert is held twice"),
+    Flag(field="init_expert_location", served=("trivial",), part="model", why="experts stay where they are numbered"),
+    Flag(field="elastic_ep_backend", served=(None,), part="model", why="the expert ranks are fixed at launch"),
+    Flag(field="enable_single_batch_overlap", served=(False,), part="model", why="needs SGLang's own MoE block"),
+    Flag(field="enable_lora", served=(None, False), part="model", why="LoRA is not tested on our modules"),
+    Flag(field="kt_weight_path", served=(None,), part="model", why="KTransformers experts are not built"),
+    Flag(field="cpu_offload_gb", served=(0,), part="model", why="offloading is not tested on our modules"),
+    Flag(field="enable_torch_compile", served=(False,), part="model", why="compilation is not tested on our modules"),
+    Flag(field="is_embedding", served=(False,), part="model", why="the models end in a language-model head"),
+    Flag(field="use_ray", served=(False,), part="model", why="Ray workers do not load SGLang's plugins"),
+    Flag(field="rl_on_policy_target", served=(None,), part="model", why="needs SGLang's own layers bit for bit"),
+    Flag(field="moe_dense_tp_size", served=(None,), part="model", why="dense layers are split over the whole TP group"),
+)
+
+
+def refuse_launch(server_args: Any) -> None:
+    """Raise LaunchRefused with every reason against this launch; return when there is none.
+
+    ``server_args`` is SGLang's, resolved. Called only for a launch that asks for atom.
+    """
+    asked = host.asks_for(server_args, NAME)
+    cfg = host.resolved(server_args)
+    reasons = flag_problems(cfg, "backend") if any("backend" in flag for flag in asked) else []
+    if cfg.model_impl == NAME:
+        reasons += flag_problems(cfg, "model") + model_problems(server_args)
+    if any("backend" in flag for flag in asked):
+        reasons += backend_problems(server_args)
+    if reasons:
+        lines = "\n".join(f"  - {reason}" for reason in dict.fromkeys(reasons))
+        raise LaunchRefused(
+            f"atom-plugin cannot serve this launch ({', '.join(asked)}; model {cfg.model_path}):\n{lines}\n"
+            f"Nothing was loaded. Change what is named above, or drop {' and '.join(asked)} to use SGLang's own."
+        )
+
+
+def flag_problems(cfg: Any, part: str) -> list[str]:
+    """Return a reason for each flag of ``part`` whose value we do not serve."""
+    problems = []
+    for flag in FLAGS:
+        value = host.flag_value(cfg, flag.field) if flag.part == part else None
+        if flag.part == part and value not in flag.served:
+            option = "--" + flag.field.replace("_", "-")
+            served = " or ".join(map(str, flag.served))
+            problems.append(f"{option} {value}: the atom {part} serves only {served} ({flag.why})")
+    return problems
+
+
+def model_problems(server_args: Any) -> list[str]:
+    """Return the reasons against our model classes: architecture, config, quantisation, sizes, checkpoint files."""
+    cfg = host.resolved(server_args)
+    model_config = host.model_config(server_args)
+    try:
+        model_class, _ = class_of(model_config.hf_config)
+        spec = load_spec(model_config.hf_config)
+        source, raw = raw_config(cfg.model_path, cfg.revision)
+        overrides = json.loads(cfg.json_model_override_args)
+        stated = load_spec(raw, source=source, overrides=overrides)
+    except ConfigError as error:
+        return [str(error)]
+    in_file, in_use = vars(stated), vars(spec)
+    problems = [
+        f"{source}: {name} is {in_file[name]!r} in the file and {in_use[name]!r} in SGLang's config object"
+        for name in in_use
+        if name != "max_position_embeddings" and in_file[name] != in_use[name]  # --context-length writes that one
+    ]
+    problems += quantization_problems(cfg, spec) + size_problems(server_args, spec)
+    folder = folder_of(cfg.model_path, cfg.revision)
+    if cfg.load_format in ("auto", "safetensors") and folder is not None:
+        problems += checkpoint_problems(folder, model_class.checkpoint_table(spec))
+    return problems
+
+
+def quantization_problems(cfg: Any, spec: Qwen3Spec) -> list[str]:
+    """Return the reasons against the quantisation of this launch."""
+    own = None if spec.quantization is None else "fp8"
+    if cfg.quantization not in (None, own):
+        return [f"--quantization {cfg.quantization}: the checkpoint is {own or 'not quantised'} and is served as it is"]
+    if own and not device.is_accelerator(device.arch()):
+        return [
+            "the checkpoint is block FP8, and SGLang's MoE and linear layers read no scales on a CPU: "
+            "serve it on a GPU, or take a bf16 checkpoint of the model"
+        ]
+    return []
+
+
+def size_problems(server_args: Any, spec: Qwen3Spec) -> list[str]:
+    """Return the reasons against the parallel sizes of this launch."""
+    cfg = host.resolved(server_args)
+    problems = []
+    attention_tp = cfg.tp_size // host.attention_dp_size(server_args)
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    if heads % attention_tp or (kv_heads % attention_tp and attention_tp % kv_heads):
+        problems.append(f"attention TP {attention_tp} does not divide {heads} query heads and {kv_heads} KV heads")
+    widths = (
+        {}
+        if isinstance(spec, Qwen3MoeSpec) and not spec.dense_layers
+        else {"intermediate_size": (spec.intermediate_size, cfg.tp_size)}
+    )
+    if isinstance(spec, Qwen3MoeSpec):
+        if spec.num_experts % cfg.ep_size:
+            problems.append(f"--ep-size {cfg.ep_size} does not divide {spec.num_experts} experts")
+        widths["moe_intermediate_size"] = (spec.moe_intermediate_size, max(1, cfg.tp_size // cfg.ep_size))
+    unit = spec.quantization.block[0] if spec.quantization else 1
+    for name, (width, parts) in widths.items():
+        if width % (parts * unit):
+            blocks = f" into whole FP8 blocks of {unit}" if unit > 1 else ""
+            problems.append(
+                f"{name} {width} is not divisible by {parts} ranks{blocks}; a larger --ep-size cuts experts less"
+            )
+    return problems
+
+
+def backend_problems(server_args: Any) -> list[str]:
+    """Return the reasons against our attention backend."""
+    cfg = host.resolved(server_args)
+    model_config = host.model_config(server_args)
+    return why_not_backend(
+        kv_cache_dtype=cfg.kv_cache_dtype,
+        page_size=cfg.page_size,
+        use_mla=host.uses_mla(model_config),
+        is_encoder_decoder=model_config.is_encoder_decoder,
+        is_hybrid_swa=model_config.is_hybrid_swa and not cfg.disable_hybrid_swa_memory,
+    )

@@ -1,0 +1,115 @@
+"""The entry point that SGLang calls once in every process (group ``sglang.srt.plugins``, name ``atom``).
+
+SGLang logs and forgets a plugin that raises and then serves its own model. So the first thing that goes in is a guard
+that ends a launch which asks for us while ``complete`` is False; only then come the parts that can fail. Without
+`--model-impl atom` or the attention backend ``atom`` nothing of ours has an effect.
+
+In the main process only ``sglang.srt.server_args`` is touched, which every launch imports anyway; the rest waits until
+a launch that asks for us is checked. A scheduler process has imported SGLang's loader before it calls us.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from atom_plugin import host
+from atom_plugin.hooks import Hook, HookError, install
+
+NAME = "atom"
+
+#: Modules that are imported before ``register`` runs wherever a model can be built or resolved.
+BUILDS_MODELS = {"sglang.srt.managers.scheduler", "sglang.srt.model_loader.utils"}
+
+#: Whether SGLang has called ``register`` in this process, and whether all that it does has taken.
+loaded = False
+complete = False
+
+
+class LaunchRefused(SystemExit, ValueError):
+    """A launch that we cannot serve.
+
+    An exit for a command line, which then prints the message alone; a ValueError for a program that embeds SGLang.
+    """
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+
+def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
+    result = original(server_args)
+    asked = host.asks_for(server_args, NAME)
+    if asked:
+        if not complete:
+            raise LaunchRefused(
+                f"{' and '.join(asked)}: atom-plugin failed to load in this process; the reason is logged above "
+                "(`atom-plugin doctor` shows it again). Mend it, or launch without atom."
+            )
+        prepare_serving()
+        from atom_plugin.refusals import refuse_launch
+
+        refuse_launch(server_args)
+    return result
+
+
+def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> Any:
+    if model_config.model_impl != NAME:
+        return original(model_config)
+    from atom_plugin.resolve import get_model_architecture
+
+    return get_model_architecture(original, model_config)
+
+
+GATE = Hook(
+    target="sglang.srt.server_args.ServerArgs.check_server_args",
+    kind="around",
+    hook=_check_server_args,
+    why="the one place before any subprocess and any weight where every launch is checked, resolved flags and all",
+    upstream="no official check for plugins as of 0.5.23",
+    remove_when="SGLang lets a plugin refuse a launch",
+)
+MODEL = Hook(
+    target="sglang.srt.model_loader.utils.get_model_architecture",
+    kind="around",
+    hook=_get_model_architecture,
+    why="--model-impl takes any word, and an unknown one means SGLang's own model or the Transformers wrapper",
+    upstream="SGLANG_EXTERNAL_MODEL_PACKAGE replaces a class for every --model-impl, so it is no substitute",
+    remove_when="SGLang has a registry of model implementations by name",
+)
+
+
+def register() -> None:
+    """Make ``atom`` known to SGLang in this process; raises HookError where SGLang has changed under us."""
+    global loaded, complete
+    loaded = True
+    try:
+        install([GATE])
+    except HookError as error:
+        if NAME in sys.argv:
+            raise SystemExit(f"{error} Launch without atom, or with a supported SGLang.") from error
+        raise
+    if not SpecifierSet(host.SUPPORTED_SGLANG).contains(host.sglang_version(), prereleases=True):
+        raise HookError(f"atom-plugin supports SGLang {host.SUPPORTED_SGLANG}, this is {host.sglang_version()}")
+    if BUILDS_MODELS & sys.modules.keys():
+        prepare_serving()
+    host.add_attention_backend_choice(NAME)
+    host.make_default_attention_backend(NAME, model_impl=NAME)
+    complete = True
+
+
+def prepare_serving() -> None:
+    """Put in what a process needs that builds or inspects the model: the class, the backend, the CPU's hooks."""
+    from atom_plugin.cpu.install import install_cpu_hooks
+
+    install([MODEL])
+    host.register_attention_backend(NAME, _make_backend)
+    install_cpu_hooks()
+
+
+def _make_backend(runner: Any) -> Any:
+    from atom_plugin.attention.backend import AtomAttentionBackend
+
+    return AtomAttentionBackend(runner)

@@ -1,0 +1,50 @@
+"""Which class of ours serves a config: by architecture and model_type, the same in every process."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from atom_plugin import host
+from atom_plugin.configs import FAMILIES
+from atom_plugin.configs.fields import Fields
+from atom_plugin.configs.load import family_of
+
+logger = logging.getLogger(__name__)
+
+IMPL = "atom"
+
+CLASSES: dict[tuple[str, str], str] = {
+    ("Qwen3ForCausalLM", "qwen3"): "atom_plugin.models.qwen3:Qwen3ForCausalLM",
+    ("Qwen3MoeForCausalLM", "qwen3_moe"): "atom_plugin.models.qwen3_moe:Qwen3MoeForCausalLM",
+}
+if CLASSES.keys() != FAMILIES.keys():
+    raise RuntimeError(f"configs and models disagree about what is served: {CLASSES.keys() ^ FAMILIES.keys()}")
+
+
+def class_of(hf_config: Any) -> tuple[type[nn.Module], str]:
+    """Return (our class, the architecture's Hugging Face name) for a transformers config.
+
+    Raises ConfigError when we do not have the architecture, ImportError when our module cannot be imported.
+    """
+    family = family_of(Fields(hf_config.to_dict(), "hf_config"))
+    return pkgutil.resolve_name(CLASSES[family]), family[0]
+
+
+def get_model_architecture(original: Callable[..., Any], model_config: Any) -> tuple[type[nn.Module], str]:
+    """Stand around SGLang's function of that name: our class under `--model-impl atom`, its own answer otherwise.
+
+    SGLang tells implementations apart by the prefix of the resolved name, so the architecture keeps its own.
+    """
+    if model_config.model_impl != IMPL:
+        return original(model_config)
+    if model_config.is_draft_model:
+        raise ValueError("--model-impl atom does not serve draft models; drop the --speculative-* flags")
+    model_class, architecture = class_of(model_config.hf_config)
+    host.stamp_resolution(model_config, architecture)
+    logger.info("--model-impl atom: %s is %s.%s", architecture, model_class.__module__, model_class.__qualname__)
+    return model_class, architecture

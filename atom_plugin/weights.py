@@ -1,0 +1,234 @@
+"""Checkpoint name -> parameter, written out per model; nothing unfilled, nothing unused.
+
+The same table serves twice: before the launch it is compared with the headers of the safetensors files
+(``checkpoint_files.py``), and in ``load_weights`` it says where each tensor goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from atom_plugin import device
+from atom_plugin.configs import BlockFp8, Qwen3Spec
+
+Shape = tuple[int, ...]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class WeightError(ValueError):
+    """A checkpoint that does not fit its config: every missing, unknown and misshapen tensor, by name."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A parameter, and for a parameter made of several tensors which ``shard`` (SGLang's name) of which ``expert``."""
+
+    param: str
+    shard: str | int | None = None
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint tensor: its whole ``shape`` (not a rank's), where it goes, and whether it may be absent."""
+
+    shape: Shape
+    into: tuple[Destination, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A tensor ``[num_experts, rows, columns]`` that holds several entries: (entry name, expert, first row, rows)."""
+
+    shape: Shape
+    parts: tuple[tuple[str, int, int, int], ...]
+
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the entries that ``tensor`` holds, as views."""
+        for name, expert, first, rows in self.parts:
+            yield name, tensor[expert, first : first + rows]
+
+
+class CheckpointTable:
+    """What a complete checkpoint holds. ``quantization`` adds a scale tensor beside each weight that it covers."""
+
+    def __init__(self, quantization: BlockFp8 | None) -> None:
+        self.quantization = quantization
+        self.entries: dict[str, Entry] = {}
+        self.stacked: dict[str, Stacked] = {}
+        self.kv_scales: dict[str, tuple[str, str]] = {}
+        self.tied_head = False
+
+    def vector(self, name: str, size: int, *, optional: bool = False) -> None:
+        """Add a tensor ``[size]`` whose parameter has the same name."""
+        self.entries[name] = Entry((size,), (Destination(name),), optional)
+
+    def embedding(self, vocab_size: int, hidden_size: int, *, tied: bool) -> None:
+        """Add the embedding and the head; a tied head may be in the file as well and must then be the same tensor."""
+        shape = (vocab_size, hidden_size)
+        self.tied_head = tied
+        self.entries[EMBEDDING] = Entry(shape, (Destination(EMBEDDING), *([Destination(HEAD)] if tied else [])))
+        self.entries[HEAD] = Entry(shape, () if tied else (Destination(HEAD),), optional=tied)
+
+    def linear(
+        self, name: str, rows: int, columns: int, *, into: Destination | None = None, bias: bool = False
+    ) -> None:
+        """Add linear layer ``name``, weight ``[rows, columns]``; ``into`` names the layer that holds it, not its weight."""
+        target = into or Destination(name)
+        self._tensor(f"{name}.weight", (rows, columns), target, "weight")
+        if self.quantization is not None and self.quantization.covers(name):
+            block_rows, block_columns = self.quantization.block
+            shape = (-(-rows // block_rows), -(-columns // block_columns))
+            self._tensor(f"{name}.weight_scale_inv", shape, target, "weight_scale_inv")
+        if bias:
+            self._tensor(f"{name}.bias", (rows,), target, "bias")
+
+    def qk_norm_attention(self, prefix: str, spec: Qwen3Spec) -> None:
+        """Add q/k/v/o projections, q/k norms and the KV scales that a checkpoint may carry."""
+        query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        for shard, rows in (("q", query), ("k", key), ("v", key)):
+            into = Destination(f"{prefix}.qkv_proj", shard)
+            self.linear(f"{prefix}.{shard}_proj", rows, spec.hidden_size, into=into, bias=spec.attention_bias)
+        self.linear(f"{prefix}.o_proj", spec.hidden_size, query, bias=spec.attention_bias)
+        for name in ("q_norm", "k_norm"):
+            self.vector(f"{prefix}.{name}.weight", spec.head_dim)
+        for part in ("k", "v"):  # the spellings of FP8 checkpoints with a calibrated KV cache
+            for name in (f"{prefix}.{part}_proj.{part}_scale", f"{prefix}.attn.{part}_scale"):
+                self.kv_scales[name] = (f"{prefix}.attn", part)
+
+    def gated_mlp(self, prefix: str, hidden_size: int, intermediate_size: int) -> None:
+        """Add gate, up and down projections."""
+        for index, name in enumerate(("gate_proj", "up_proj")):
+            into = Destination(f"{prefix}.gate_up_proj", index)
+            self.linear(f"{prefix}.{name}", intermediate_size, hidden_size, into=into)
+        self.linear(f"{prefix}.down_proj", hidden_size, intermediate_size)
+
+    def experts(self, prefix: str, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        """Add every expert's projections, and the two stacked tensors that may stand for them when not quantised."""
+        width = intermediate_size
+        for expert in range(num_experts):
+            for name, shard in (("gate_proj", "w1"), ("up_proj", "w3")):
+                into = Destination(f"{prefix}.w13", shard, expert)
+                self.linear(f"{prefix}.{expert}.{name}", width, hidden_size, into=into)
+            into = Destination(f"{prefix}.w2", "w2", expert)
+            self.linear(f"{prefix}.{expert}.down_proj", hidden_size, width, into=into)
+        if self.quantization is None:
+            gate_up = [
+                (f"{prefix}.{expert}.{name}.weight", expert, first, width)
+                for expert in range(num_experts)
+                for name, first in (("gate_proj", 0), ("up_proj", width))
+            ]
+            down = [(f"{prefix}.{expert}.down_proj.weight", expert, 0, hidden_size) for expert in range(num_experts)]
+            self.stacked[f"{prefix}.gate_up_proj"] = Stacked((num_experts, 2 * width, hidden_size), tuple(gate_up))
+            self.stacked[f"{prefix}.down_proj"] = Stacked((num_experts, hidden_size, width), tuple(down))
+
+    def _tensor(self, name: str, shape: Shape, layer: Destination, kind: str) -> None:
+        joint = "_" if layer.expert is not None else "."
+        self.entries[name] = Entry(shape, (Destination(f"{layer.param}{joint}{kind}", layer.shard, layer.expert),))
+
+    def problems(self, present: dict[str, Shape]) -> list[str]:
+        """Return what is wrong with a checkpoint of these tensors (name -> shape), one line a kind; empty: complete."""
+        filled = [part[0] for name in present if name in self.stacked for part in self.stacked[name].parts]
+        have = present.keys() | set(filled)
+        kinds = {
+            "missing tensors": [name for name, row in self.entries.items() if name not in have and not row.optional],
+            "tensors that the model has no place for": sorted(name for name in present if self.shapes(name) is None),
+            "wrong shapes": [
+                f"{name} is {list(shape)}, the config says {' or '.join(str(list(one)) for one in expected)}"
+                for name, shape in present.items()
+                if (expected := self.shapes(name)) is not None and shape not in expected
+            ],
+            "tensors given twice": sorted(name for name in filled if name in present),
+        }
+        return [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+
+    def shapes(self, name: str) -> tuple[Shape, ...] | None:
+        """Return the shapes that tensor ``name`` may have, None when it has no place."""
+        if name in self.kv_scales:
+            return ((), (1,))
+        row = self.entries.get(name) or self.stacked.get(name)
+        return (row.shape,) if row is not None else None
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], table: CheckpointTable) -> None:
+    """Copy ``weights`` (whole tensors, any order) into ``model``'s parameters by ``table``.
+
+    Raises WeightError for a tensor that is unknown or misshapen as soon as it is met, and for all that is missing at
+    the end. A tensor of another rank's expert counts as met.
+    """
+    params = dict(model.named_parameters())
+    seen: dict[str, Shape] = {}
+    filled: set[str] = set()
+    heads: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        _refuse(_problems_of_one(table, name, tuple(tensor.shape), seen))
+        seen[name] = tuple(tensor.shape)
+        if name in (EMBEDDING, HEAD):
+            heads[name] = tensor
+        if name in table.kv_scales:
+            layer, part = table.kv_scales[name]
+            set_kv_scale(model.get_submodule(layer), part, float(tensor))
+            continue
+        for entry_name, part_of_it in table.stacked[name].split(tensor) if name in table.stacked else [(name, tensor)]:
+            for target in table.entries[entry_name].into:
+                if target.param == HEAD and HEAD not in params:
+                    continue  # tied, and the embedding itself is the head
+                _copy(params[target.param], part_of_it, target)
+                filled.add(target.param)
+    _refuse(table.problems(seen))
+    if table.tied_head and HEAD in heads and not torch.equal(heads[HEAD], heads[EMBEDDING]):
+        _refuse([f"{HEAD} differs from {EMBEDDING}, but the config says tie_word_embeddings"])
+    unfilled = sorted(params.keys() - filled)
+    _refuse(
+        [f"{len(unfilled)} parameters that no row of the weight table fills: {_some(unfilled)}"] if unfilled else []
+    )
+
+
+def set_kv_scale(layer: nn.Module, part: str, scale: float) -> None:
+    """Give a RadixAttention the scale of its K (``part`` "k") or V ("v") cache: stored = value / scale, per tensor.
+
+    SGLang's backends read a tensor and its float twin; on e4m3fnuz hardware, whose largest value is 240 and not 448, a
+    scale calibrated for e4m3fn is doubled (as SGLang's Fp8KVCacheMethod does).
+    """
+    if not 0 < scale < float("inf"):
+        _refuse([f"{part}_scale of layer {layer.layer_id} is {scale}: it must be a positive number"])
+    scale *= 2.0 if device.fp8_is_fnuz() else 1.0
+    setattr(layer, f"{part}_scale", torch.tensor(scale, dtype=torch.float32, device=device.torch_device()))
+    setattr(layer, f"{part}_scale_float", scale)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise WeightError(f"checkpoint: {'; '.join(problems)}")
+
+
+def _problems_of_one(table: CheckpointTable, name: str, shape: Shape, seen: dict[str, Shape]) -> list[str]:
+    if name in seen:
+        return [f"{name} is given twice"]
+    expected = table.shapes(name)
+    if expected is None:
+        return [f"1 tensor that the model has no place for: {name}"]
+    return [] if shape in expected else [f"{name} is {list(shape)}, the config says {list(expected[0])}"]
+
+
+def _copy(param: nn.Parameter, tensor: torch.Tensor, target: Destination) -> None:
+    loader = getattr(param, "weight_loader", default_weight_loader)
+    if target.expert is not None:
+        loader(param, tensor, target.param, shard_id=target.shard, expert_id=target.expert)
+    elif target.shard is not None:
+        loader(param, tensor, target.shard)
+    else:
+        loader(param, tensor)

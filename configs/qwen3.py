@@ -1,0 +1,114 @@
+"""Qwen3 and Qwen3-MoE (model_type qwen3, qwen3_moe)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atom_plugin.configs.fields import Fields
+from atom_plugin.configs.quantization import BlockFp8, read_quantization
+from atom_plugin.configs.rope import RopeSpec, read_rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Spec:
+    """What a dense Qwen3 is: counts, widths (elements), rope, quantisation. Heads are the whole model's, not a rank's."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rope: RopeSpec
+    quantization: BlockFp8 | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeSpec(Qwen3Spec):
+    """Qwen3Spec plus its experts; ``dense_layers`` are the layers with one ordinary MLP of ``intermediate_size``."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: frozenset[int]
+
+
+def _common(fields: Fields) -> dict[str, object]:
+    heads = fields.positive("num_attention_heads", int)
+    hidden = fields.positive("hidden_size", int)
+    kv_heads = fields.positive("num_key_value_heads", int)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+    if fields.has("head_dim"):
+        head_dim = fields.positive("head_dim", int)
+    elif hidden % heads:
+        raise fields.error(
+            "head_dim", f"it is required: hidden_size {hidden} / num_attention_heads {heads} is no integer"
+        )
+    else:
+        # absent means hidden_size / num_attention_heads in configs from before the field (transformers' own rule)
+        head_dim = hidden // heads
+    fields.only("hidden_act", ("silu",))
+    fields.only("use_sliding_window", (None, False))
+    fields.only("sliding_window", (None,)) if fields.optional("use_sliding_window") is None else fields.has(
+        "sliding_window"
+    )
+    fields.has("max_window_layers")
+    types = fields.optional("layer_types")
+    if types is not None and set(types) != {"full_attention"}:
+        raise fields.error("layer_types", "accepted: full_attention in every layer")
+    return {
+        "num_hidden_layers": fields.positive("num_hidden_layers", int),
+        "hidden_size": hidden,
+        "intermediate_size": fields.positive("intermediate_size", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": fields.positive("vocab_size", int),
+        "max_position_embeddings": fields.positive("max_position_embeddings", int),
+        "rms_norm_eps": fields.positive("rms_norm_eps", float),
+        # Qwen3-Coder-480B is published without it, and its layers have no bias
+        "attention_bias": fields.absent_means("attention_bias", False),
+        "tie_word_embeddings": fields.require("tie_word_embeddings", bool),
+        "rope": read_rope(fields),
+        "quantization": read_quantization(fields),
+    }
+
+
+def read_qwen3(fields: Fields) -> Qwen3Spec:
+    """Return the spec of a dense Qwen3; raise ConfigError for the first field that we cannot take."""
+    values = _common(fields)
+    fields.refuse_misspellings()
+    return Qwen3Spec(**values)  # type: ignore[arg-type]
+
+
+def read_qwen3_moe(fields: Fields) -> Qwen3MoeSpec:
+    """Return the spec of a Qwen3-MoE; raise ConfigError for the first field that we cannot take."""
+    values = _common(fields)
+    layers = fields.require("num_hidden_layers", int)
+    experts = fields.one_of(("num_experts", "num_local_experts", "n_routed_experts"), int)
+    top_k = fields.positive("num_experts_per_tok", int)
+    if not 0 < top_k <= experts:
+        raise fields.error("num_experts_per_tok", f"it must be at most num_experts = {experts}")
+    step = fields.positive("decoder_sparse_step", int)
+    listed = fields.optional("mlp_only_layers") or []
+    if not all(type(index) is int and 0 <= index < layers for index in listed):
+        raise fields.error("mlp_only_layers", f"layer indices below {layers} are required")
+    for name in ("output_router_logits", "router_aux_loss_coef"):
+        fields.has(name)
+    spec = Qwen3MoeSpec(
+        **values,  # type: ignore[arg-type]
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=fields.positive("moe_intermediate_size", int),
+        norm_topk_prob=fields.require("norm_topk_prob", bool),
+        dense_layers=frozenset(i for i in range(layers) if i in listed or (i + 1) % step),
+    )
+    fields.refuse_misspellings()
+    return spec

@@ -1,0 +1,1 @@
+"""One architecture a file; what SGLang builds under `--model-impl atom`."""

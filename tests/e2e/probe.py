@@ -1,0 +1,41 @@
+"""A general SGLang plugin for tests: reports, from inside each scheduler, which model class and which backend serve.
+
+Installed by ``plugin_path`` (a folder with a dist-info, for PYTHONPATH). Writes one JSON a rank into $ATOM_TEST_PROBE.
+With $ATOM_TEST_RECORD it also records what reaches our backend, layer by layer (``record.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """Hook the end of ModelRunner.initialize."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.initialize", report, HookType.AROUND)
+
+
+def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the original, then write what this rank serves with."""
+    result = original(runner, *args, **kwargs)
+    backend = runner.attn_backend
+    parts = [vars(backend)[name] for name in ("prefill_backend", "decode_backend") if name in vars(backend)] or [
+        backend
+    ]
+    facts = {
+        "tp_rank": runner.tp_rank,
+        "model": f"{type(runner.model).__module__}.{type(runner.model).__qualname__}",
+        "backends": [f"{type(part).__module__}.{type(part).__qualname__}" for part in parts],
+        "page_size": runner.page_size,
+        "kv_cache_dtype": str(runner.token_to_kv_pool.dtype),
+    }
+    Path(os.environ["ATOM_TEST_PROBE"], f"rank{runner.tp_rank}-{os.getpid()}.json").write_text(json.dumps(facts))
+    if "ATOM_TEST_RECORD" in os.environ:
+        import record
+
+        record.start(runner, Path(os.environ["ATOM_TEST_RECORD"]))
+    return result
