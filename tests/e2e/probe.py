@@ -13,27 +13,32 @@ from typing import Any
 
 
 def register() -> None:
-    """Hook the end of ModelRunner.initialize."""
+    """Hook the end of ModelRunner.init_attention_backends."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.initialize", report, HookType.AROUND)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends", report, HookType.AROUND)
 
 
 def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the original, then write what this rank serves with."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_parallel
+
     result = original(runner, *args, **kwargs)
+    tp_rank = get_parallel().tp_rank
     backend = runner.attn_backend
     parts = [vars(backend)[name] for name in ("prefill_backend", "decode_backend") if name in vars(backend)] or [
         backend
     ]
     facts = {
-        "tp_rank": runner.tp_rank,
+        "tp_rank": tp_rank,
         "model": f"{type(runner.model).__module__}.{type(runner.model).__qualname__}",
         "backends": [f"{type(part).__module__}.{type(part).__qualname__}" for part in parts],
         "page_size": runner.page_size,
         "kv_cache_dtype": str(runner.token_to_kv_pool.dtype),
+        "platform": type(current_platform).__name__,
     }
-    Path(os.environ["ATOM_TEST_PROBE"], f"rank{runner.tp_rank}-{os.getpid()}.json").write_text(json.dumps(facts))
+    Path(os.environ["ATOM_TEST_PROBE"], f"rank{tp_rank}-{os.getpid()}.json").write_text(json.dumps(facts))
     if "ATOM_TEST_RECORD" in os.environ:
         import record
 

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 HERE = Path(__file__).parent
 #: Shared by every test that starts a server, so that two pytest runs do not compete for the cores.
-LOCK = Path(tempfile.gettempdir()) / "atom-plugin-one-server.lock"
+LOCK = Path(tempfile.gettempdir()) / "one_server.lock"
 START_SECONDS = 240
 
 CPU_FLAGS = ("--device", "cpu", "--mem-fraction-static", "0.2", "--skip-server-warmup", "--log-level", "info")
