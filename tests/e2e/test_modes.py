@@ -1,0 +1,75 @@
+"""Our model on our backend in every way that a server runs it: the same fp32 logprobs as transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checks
+import oracle
+import pytest
+from server import serve
+
+CHECKPOINT = "moe"
+ATOM = ("--model-impl", "atom", "--dtype", "float32")
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+PAGES = {
+    "page 16, chunked prefill 64": ("--page-size", "16", "--chunked-prefill-size", "64"),
+    "page 64, mixed chunks of 64": ("--page-size", "64", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+    "page 128": ("--page-size", "128"),
+    "page 1024": ("--page-size", "1024"),
+    "no radix cache": ("--disable-radix-cache",),
+    "no overlap": ("--disable-overlap-schedule",),
+}
+RANKS = {
+    "TP 2": ("--tp-size", "2"),
+    "EP 2": ("--tp-size", "2", "--ep-size", "2"),
+    "attention DP 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+    "attention DP 2, EP 2": ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+}
+
+
+@pytest.mark.parametrize("flags", PAGES.values(), ids=PAGES.keys())
+def test_pages_and_chunks(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Every page size, chunked and mixed prefill, no radix cache, no overlap."""
+    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
+        if "--disable-radix-cache" in flags:
+            sequences = checks.solved(CHECKPOINT, 24)
+            checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, sequences), "prefill")
+        else:
+            checks.assert_serves_as_transformers(server, CHECKPOINT)
+        checks.assert_serves_many_at_once(server, CHECKPOINT)
+
+
+@pytest.mark.parametrize("flags", RANKS.values(), ids=RANKS.keys())
+def test_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Tensor, expert and attention-data parallel over gloo."""
+    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path, env=TWO_RANKS) as server:
+        assert [rank["model"] for rank in server.ranks()] == ["atom_plugin.models.qwen3_moe.Qwen3MoeForCausalLM"] * 2
+        checks.assert_fp32(
+            checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 24)), "prefill"
+        )
+        checks.assert_fp32(
+            checks.decode_differences(server, CHECKPOINT, checks.prompts(CHECKPOINT, 12), 16), "decode"
+        )
+        one = checks.prompts(CHECKPOINT, 1)
+        checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, one, 8), "decode with an idle rank")
+        checks.assert_serves_many_at_once(server, CHECKPOINT)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("atom", "torch_native"), ("torch_native", "atom")])
+def test_backend_for_one_phase_only(prefill: str, decode: str, tmp_path: Path) -> None:
+    """Our backend for prefill or for decode only: the fused route is taken in that phase and not in the other."""
+    flags = ("--prefill-attention-backend", prefill, "--decode-attention-backend", decode)
+    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
+        assert len(server.ranks()[0]["backends"]) == 2
+        checks.assert_serves_as_transformers(server, CHECKPOINT)
+
+
+def test_dense_tp(tmp_path: Path) -> None:
+    """The dense twin, whose head is its embedding, over attention DP 2: the two are split in different ways."""
+    with serve(
+        oracle.CHECKPOINTS["dense"], *ATOM, *RANKS["attention DP 2"], folder=tmp_path, env=TWO_RANKS
+    ) as server:
+        checks.assert_fp32(checks.prefill_differences(server, "dense", checks.solved("dense", 12)), "prefill")
+        checks.assert_fp32(checks.decode_differences(server, "dense", checks.prompts("dense", 6), 16), "decode")

@@ -1,0 +1,197 @@
+"""Bad launches stop before weights load, each with one message: what was asked, what is there, the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from server import environment, refuse
+
+ATOM = ["--model-impl", "atom"]
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
+INDEX = "model.safetensors.index.json"
+ATTENTION = "model.layers.1.self_attn.q_proj.weight"
+
+
+def with_config(**changes: Any) -> Callable[[Path], None]:
+    """Return a change to config.json; a value of None takes the field out."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        config = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+    return change
+
+
+def with_tensors(edit: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    """Return a change to the tensors of model.safetensors."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def truncate(folder: Path) -> None:
+    """Cut the last kilobyte off the weights."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1024])
+
+
+def name_a_second_file(folder: Path) -> None:
+    """Add an index that names a file which is not there."""
+    (folder / INDEX).write_text(json.dumps({"weight_map": {ATTENTION: "model-00002.safetensors"}}))
+
+
+def misspell(folder: Path) -> None:
+    """Write num_experts_per_tokk, as a person would."""
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"num_experts_per_tok"', '"num_experts_per_tokk"'))
+
+
+def become(name: str) -> Callable[[Path], None]:
+    """Return a change that puts a published config in place of ours."""
+    return lambda folder: shutil.copyfile(FIXTURES / f"{name}.json", folder / "config.json")
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+#: name -> (change to the tiny checkpoint, further flags, words that the message must hold)
+CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
+    "unknown architecture": (
+        with_config(architectures=["LlamaForCausalLM"], model_type="llama"),
+        [],
+        ["LlamaForCausalLM", "model_type 'llama'", "It has: Qwen3ForCausalLM", "Drop `--model-impl atom`"],
+    ),
+    "DeepSeek-V3": (
+        become("deepseek-ai--DeepSeek-V3"),
+        [],
+        ["DeepseekV3ForCausalLM with model_type 'deepseek_v3'", "Drop `--model-impl atom`", "attention is MLA"],
+    ),
+    "architecture of ours, model_type of another": (
+        with_config(model_type="qwen3"),
+        [],
+        ["Qwen3MoeForCausalLM with model_type 'qwen3'", "Qwen3MoeForCausalLM (model_type qwen3_moe)"],
+    ),
+    "missing tensor": (
+        with_tensors(lambda tensors: tensors.pop(ATTENTION)),
+        [],
+        ["1 missing tensors", ATTENTION],
+    ),
+    "extra tensor": (
+        with_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})),
+        [],
+        ["1 tensors that the model has no place for: model.layers.0.self_attn.q_proj.bias"],
+    ),
+    "wrong shape": (
+        with_tensors(lambda tensors: tensors.update({ATTENTION: torch.zeros(128, 128, dtype=torch.bfloat16)})),
+        [],
+        [f"1 wrong shapes: {ATTENTION} is [128, 128], the config says [256, 128]"],
+    ),
+    "truncated file": (truncate, [], ["model.safetensors cannot be read", "truncated or damaged; fetch it again"]),
+    "index names a missing file": (name_a_second_file, [], ["model-00002.safetensors is missing", INDEX]),
+    "unsupported quantisation": (
+        with_config(quantization_config=GPTQ),
+        [],
+        ["config.json: field 'quantization_config'", "gptq", "weight_block_size [128, 128]", "drop `--model-impl atom`"],
+    ),
+    "block FP8 on a CPU": (
+        with_config(quantization_config=FP8),
+        [],
+        ["block FP8", "read no scales on a CPU", "serve it on a GPU"],
+    ),
+    "misspelled field": (misspell, [], ["'num_experts_per_tok' is absent", "is 'num_experts_per_tokk' a misspelling"]),
+    "misspelled optional field": (
+        with_config(attention_bias=None, atention_bias=False),
+        [],
+        ["field 'atention_bias'", "did you mean 'attention_bias'"],
+    ),
+    "contradiction": (
+        with_config(num_experts=16, num_local_experts=8),
+        [],
+        ["'num_experts'", "contradicts 'num_local_experts' = 8"],
+    ),
+    "sliding window": (
+        with_config(use_sliding_window=True, sliding_window=128),
+        [],
+        ["'use_sliding_window' is True", "accepted: None, False"],
+    ),
+    "speculation": (None, ["--speculative-algorithm", "NGRAM"], ["--speculative-algorithm NGRAM", "serves only None"]),
+    "pipeline": (None, ["--pp-size", "2"], ["--pp-size 2: the atom model serves only 1"]),
+    "a2a": (None, ["--moe-a2a-backend", "deepep", "--tp-size", "2"], ["--moe-a2a-backend deepep"]),
+    "LoRA": (None, ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"], ["--enable-lora True"]),
+    "online quantisation": (None, ["--quantization", "fp8"], ["--quantization fp8: the checkpoint is not quantised"]),
+    "TP that divides nothing": (None, ["--tp-size", "3"], ["attention TP 3 does not divide 4 query heads and 2 KV heads"]),
+    "e5m2": (None, ["--kv-cache-dtype", "fp8_e5m2"], ["--kv-cache-dtype fp8_e5m2: use one of auto"]),
+    "odd page": (None, ["--page-size", "48"], ["--page-size 48: use a power of two"]),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Check every case in one process and return the outcomes."""
+    base = tmp_path_factory.mktemp("refusals")
+    cases = []
+    for name, (change, flags, _) in {**CASES, "nothing wrong": (None, [], [])}.items():
+        folder = base / name.replace(" ", "-")
+        shutil.copytree(oracle.CHECKPOINTS["moe"], folder)
+        if change is not None:
+            change(folder)
+        cases.append([name, ["--model-path", str(folder), *ATOM, *flags]])
+    (base / "site").mkdir()
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name("refusal_runner.py")],
+        input=json.dumps(cases),
+        env=environment(base, {}),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "OUTCOMES" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-4000:]
+    return json.loads(ran.stdout.rsplit("OUTCOMES", 1)[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(outcomes: dict[str, str], name: str) -> None:
+    """One message with the facts, the flags that were asked, and the way out."""
+    message = outcomes[name]
+    assert message.startswith("atom-plugin cannot serve this launch (--model-impl atom"), message
+    for words in CASES[name][2]:
+        assert words in message, message
+    assert "Nothing was loaded." in message
+
+
+def test_nothing_wrong_is_served(outcomes: dict[str, str]) -> None:
+    """The same checks let a good launch through."""
+    assert outcomes["nothing wrong"] == "served"
+
+
+def test_server_never_comes_up(tmp_path: Path) -> None:
+    """A refused launch of a real server ends with the message and without a traceback, before any weight."""
+    folder = tmp_path / "model"
+    shutil.copytree(oracle.CHECKPOINTS["moe"], folder)
+    truncate(folder)
+    printed = refuse(folder, *ATOM, folder=tmp_path / "run")
+    assert "truncated or damaged; fetch it again" in printed
+    assert "Traceback" not in printed
+    assert "Load weight begin" not in printed
+
+
+def test_forced_kernel_that_cannot_run(tmp_path: Path) -> None:
+    """A row forced by a name that does not exist ends the launch, naming the rows that do."""
+    env = {"ATOM_PLUGIN_KERNELS": "paged_attention=unified_attention"}
+    printed = refuse(oracle.CHECKPOINTS["moe"], *ATOM, folder=tmp_path, env=env)
+    assert "unified_attention" in printed and "eager" in printed and "reference" in printed
