@@ -71,8 +71,8 @@ def kv_write_location(forward_batch: Any, slots: Any) -> Any:
 def num_real_tokens(forward_batch: Any) -> int | None:
     """Return how many of the batch's tokens are real where MLP sync padded it; None where nobody counted."""
     if since("0.5.21"):
-        return forward_batch.global_num_token_non_padded_cpu  # type: ignore[no-any-return]
-    return forward_batch.num_token_non_padded_cpu  # type: ignore[no-any-return]
+        return forward_batch.global_num_token_non_padded_cpu
+    return forward_batch.num_token_non_padded_cpu
 
 
 def asks_for(server_args: Any, name: str) -> list[str]:

@@ -76,6 +76,13 @@ def why_inactive() -> str:
     return " ".join([*_why_not_asked(), *_why_not_needed()])
 
 
+def why_not_device(device: str) -> list[str]:
+    """Return why a launch on ``device`` (SGLang's resolved flag) has no platform under it; empty when it has one."""
+    if device != "cpu" or is_active() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return []
+    return [f"--device cpu: the CPU platform of atom-plugin ({NAME}) is not in use: {why_inactive()}"]
+
+
 def is_active() -> bool:
     """Return whether this process runs on our platform, as SGLang has resolved it."""
     from sglang.srt.platforms import current_platform

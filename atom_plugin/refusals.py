@@ -57,6 +57,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(field="elastic_ep_backend", served=(None,), part="model", why="the expert ranks are fixed at launch"),
     Flag(field="enable_single_batch_overlap", served=(False,), part="model", why="needs SGLang's own MoE block"),
     Flag(field="enable_lora", served=(None, False), part="model", why="LoRA is not tested on our modules"),
+    Flag(field="lora_paths", served=(None, [], {}), part="model", why="LoRA is not tested on our modules"),
     Flag(field="kt_weight_path", served=(None,), part="model", why="KTransformers experts are not built"),
     Flag(field="cpu_offload_gb", served=(0,), part="model", why="offloading is not tested on our modules"),
     Flag(field="enable_torch_compile", served=(False,), part="model", why="compilation is not tested on our modules"),

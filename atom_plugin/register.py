@@ -40,7 +40,6 @@ class LaunchRefused(SystemExit, ValueError):
 
 
 def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
-    result = original(server_args)
     asked = host.asks_for(server_args, NAME)
     if asked:
         if not complete:
@@ -52,7 +51,7 @@ def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
         from atom_plugin.refusals import refuse_launch
 
         refuse_launch(server_args)
-    return result
+    return original(server_args)
 
 
 def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> Any:

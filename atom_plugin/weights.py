@@ -81,7 +81,7 @@ class CheckpointTable:
     def linear(
         self, name: str, rows: int, columns: int, *, into: Destination | None = None, bias: bool = False
     ) -> None:
-        """Add linear layer ``name``, weight ``[rows, columns]``; ``into`` names the layer that holds it, not its weight."""
+        """Add linear layer ``name``, weight ``[rows, columns]``; ``into`` names the layer that holds it."""
         target = into or Destination(name)
         self._tensor(f"{name}.weight", (rows, columns), target, "weight")
         if self.quantization is not None and self.quantization.covers(name):

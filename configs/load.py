@@ -47,7 +47,8 @@ def family_of(fields: Fields) -> tuple[str, str]:
             return architecture, model_type
     named = ", ".join(map(str, architectures)) or "absent"
     raise ConfigError(
-        f"{fields.source}: architecture {named} with model_type {model_type!r} is not one that atom-plugin has. It has: {served_names()}. "
+        f"{fields.source}: architecture {named} with model_type {model_type!r} is not one that "
+        f"atom-plugin has. It has: {served_names()}. "
         "Drop `--model-impl atom` to serve it with SGLang's own model."
     )
 

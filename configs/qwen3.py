@@ -11,7 +11,7 @@ from atom_plugin.configs.rope import RopeSpec, read_rope
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Spec:
-    """What a dense Qwen3 is: counts, widths (elements), rope, quantisation. Heads are the whole model's, not a rank's."""
+    """What a dense Qwen3 is: counts, widths (elements), rope, quantisation. Heads: of the whole model."""
 
     num_hidden_layers: int
     hidden_size: int

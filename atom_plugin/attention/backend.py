@@ -12,7 +12,7 @@ from atom_plugin import device, host, settings
 from atom_plugin.attention.kv_layout import as_pages, is_fp8_kv, why_not_pool
 from atom_plugin.attention.limits import why_not_layer
 from atom_plugin.attention.metadata import DecodeMetadata, ExtendMetadata, IdleMetadata, Metadata, MetadataBuilder
-from atom_plugin.attention.qk_norm_rope import QKNormRope
+from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
 from atom_plugin.attention.tables import AttendKey, LayerKernels
 from atom_plugin.ops.indices import TokenSlots
 
@@ -182,11 +182,7 @@ class AtomAttentionBackend(AttentionBackend):
             )
         positions = call.positions(constants, num_tokens)
         kernels = self._kernels_of(layer)
-        run = kernels.norm_rope_store(
-            is_neox=call.rope.is_neox,
-            rotary_dim=constants.rotary_dim,
-            num_position_axes=1 if positions.dim() == 1 else positions.shape[0],
-        )
+        run = kernels.norm_rope_store(constants)
         k_pages, v_pages = self._pages(layer)
         return run(
             q_THD,
@@ -289,8 +285,8 @@ class _Call:
 
     def constants(self) -> QKNormRope:
         """Return what the layer declares for norm and rope, or raise ValueError where it declares nothing."""
-        constants = vars(self.layer).get("qk_norm_rope")
-        if not isinstance(constants, QKNormRope):
+        constants = declared_by(self.layer)
+        if constants is None:
             raise ValueError(
                 f"attention layer {self.layer.layer_id} got cos_sin_cache, and has no qk_norm_rope "
                 f"(atom_plugin.attention.qk_norm_rope.QKNormRope) that says how to norm and rotate"

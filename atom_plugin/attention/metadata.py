@@ -45,8 +45,8 @@ class _Buffers:
     pages_BP: torch.Tensor
 
     @classmethod
-    def new(cls, *, max_requests: int, max_pages: int, device: torch.device) -> _Buffers:
-        """Allocate for ``max_requests`` requests of ``max_pages`` pages; zeros, so that unused entries name page 0."""
+    def zeros(cls, *, max_requests: int, max_pages: int, device: torch.device) -> _Buffers:
+        """Allocate for ``max_requests`` requests of ``max_pages`` pages; unused entries name page 0."""
         return cls(
             qo_indptr_B1=torch.zeros(max_requests + 1, dtype=torch.int32, device=device),
             seq_lens_B=torch.zeros(max_requests, dtype=torch.int32, device=device),
@@ -61,10 +61,19 @@ class _Buffers:
             pages_BP=self.pages_BP[:requests],
         )
 
+    def take(self, other: _Buffers) -> None:
+        """Copy ``other`` in, in place; pages past its widest request keep what they hold."""
+        self.qo_indptr_B1.copy_(other.qo_indptr_B1)
+        self.seq_lens_B.copy_(other.seq_lens_B)
+        self.pages_BP[:, : other.pages_BP.shape[1]].copy_(other.pages_BP)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One step as SGLang states it. ``seq_lens_B``: keys of each request including this step's new tokens."""
+    """One step, read from SGLang's batch. ``seq_lens_B``: keys of each request including this step's new tokens.
+
+    ``seq_lens_B`` and ``req_pool_indices_B`` may be SGLang's own memory, ``qo_indptr_B1`` (int32) is new.
+    """
 
     is_decode: bool
     seq_lens_B: torch.Tensor
@@ -97,20 +106,14 @@ class MetadataBuilder:
         """Allocate what captured batches of up to ``max_requests`` requests read; earlier captures end."""
         self._captured.clear()
         max_pages = -(-self.max_seq_len // self._page_size)
-        self._buffers = _Buffers.new(max_requests=max_requests, max_pages=max_pages, device=self._req_to_token.device)
+        self._buffers = _Buffers.zeros(max_requests=max_requests, max_pages=max_pages, device=self._req_to_token.device)
 
     def build(self, forward_batch: Any) -> Metadata:
         """Return the metadata of a batch that runs once, in memory of its own."""
         if _is_idle(forward_batch):
             return IdleMetadata()
         step = _step_of(forward_batch)
-        buffers = _Buffers.new(
-            max_requests=step.seq_lens_B.shape[0],
-            max_pages=-(-step.max_seq_len // self._page_size),
-            device=self._req_to_token.device,
-        )
-        self._fill(buffers, step)
-        return self._metadata(buffers, step, captured=False)
+        return self._metadata(self._compute(step), step, captured=False)
 
     def capture(self, forward_batch: Any) -> Metadata:
         """Return the metadata of a batch about to be captured, in the builder's buffers."""
@@ -122,7 +125,7 @@ class MetadataBuilder:
                 f"init_cuda_graph_state allocated for {allocated}"
             )
         buffers = self._buffers.first(step.seq_lens_B.shape[0])
-        self._fill(buffers, step)
+        buffers.take(self._compute(step))
         metadata = self._metadata(buffers, step, captured=True)
         self._captured[_graph_of(step)] = metadata
         return metadata
@@ -137,18 +140,19 @@ class MetadataBuilder:
                 f"that was never captured"
             )
         assert self._buffers is not None
-        self._fill(self._buffers.first(step.seq_lens_B.shape[0]), step)
+        self._buffers.first(step.seq_lens_B.shape[0]).take(self._compute(step))
         return metadata
 
-    def _fill(self, buffers: _Buffers, step: _Step) -> None:
-        """Copy the step into ``buffers``: afterwards nothing of SGLang's is needed any more."""
-        buffers.qo_indptr_B1.copy_(step.qo_indptr_B1)
-        buffers.seq_lens_B.copy_(step.seq_lens_B)
-        slots = self._req_to_token[:, : step.max_seq_len : self._page_size]
-        pages_BP = slots.index_select(0, step.req_pool_indices_B)
+    def _compute(self, step: _Step) -> _Buffers:
+        """Return the step's metadata in new memory, sharing none with SGLang: it may reuse its own from now on."""
+        pages_BP = self._req_to_token[:, : step.max_seq_len : self._page_size].index_select(0, step.req_pool_indices_B)
         if self._page_size > 1:
             pages_BP = pages_BP.div_(self._page_size, rounding_mode="floor")
-        buffers.pages_BP[:, : pages_BP.shape[1]].copy_(pages_BP)
+        return _Buffers(
+            qo_indptr_B1=step.qo_indptr_B1,
+            seq_lens_B=step.seq_lens_B.to(torch.int32, copy=True),
+            pages_BP=pages_BP,
+        )
 
     def _metadata(self, buffers: _Buffers, step: _Step, *, captured: bool) -> DecodeMetadata | ExtendMetadata:
         batch = PagedBatch(
@@ -214,5 +218,5 @@ def _ragged_step(forward_batch: Any, max_seq_len: int) -> _Step:
 
 def _longest(seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor | None) -> int:
     """Return the longest length; from SGLang's host copy where the lengths are on an accelerator, to wait for none."""
-    on_host = seq_lens.device.type == "cpu" or seq_lens_cpu is None
-    return int((seq_lens if on_host else seq_lens_cpu).max())
+    host_lens = seq_lens if seq_lens.device.type == "cpu" or seq_lens_cpu is None else seq_lens_cpu
+    return int(host_lens.max())

@@ -39,6 +39,14 @@ class QKNormRope:
             )
 
 
+def declared_by(layer: Any) -> QKNormRope | None:
+    """Return what a RadixAttention declares as ``qk_norm_rope``; None where it declares nothing."""
+    constants = vars(layer).get("qk_norm_rope")
+    if constants is not None and not isinstance(constants, QKNormRope):
+        raise TypeError(f"attention layer {layer.layer_id}: qk_norm_rope is a {type(constants).__name__}")
+    return constants
+
+
 def takes_qk_norm_rope(backend: Any, forward_mode: Any) -> bool:
     """Return whether ``backend`` takes un-normed, un-rotated q and k with ``cos_sin_cache`` and ``is_neox``.
 

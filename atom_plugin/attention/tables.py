@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from atom_plugin import settings
 from atom_plugin.attention.kv_layout import KVScales
+from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
 from atom_plugin.dispatch import Table
 from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
 
@@ -32,8 +33,7 @@ def forced_rows() -> dict[str, str]:
     return forced
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttendKey:
+class AttendKey(NamedTuple):
     """What the choice of an attention row depends on besides the launch."""
 
     phase: Literal["decode", "extend"]
@@ -57,10 +57,13 @@ class LayerKernels:
         self.store: store_kv.StoreKV = self._choose(
             store_kv.TABLE, store_kv.StoreKVProblem(arch=arch, kv_dtype=q_dtype, pool_dtype=pool_dtype)
         )
-        self._norm_rope_store: dict[tuple[bool, int, int], qk_norm_rope_store_kv.QKNormRopeStoreKV] = {}
+        self._norm_rope_store: qk_norm_rope_store_kv.QKNormRopeStoreKV | None = None
 
     def resolve(self, *, captured: bool) -> None:
-        """Choose the row of every phase, so that a missing one ends the launch and not a request."""
+        """Choose every row that the layer can need, so that a missing one ends the launch and not a request."""
+        constants = declared_by(self._layer)
+        if constants is not None:
+            self.norm_rope_store(constants)
         for phase in PHASES:
             for return_lse in (False, True):
                 self.attend(AttendKey(phase=phase, captured=captured, return_lse=return_lse))
@@ -87,26 +90,21 @@ class LayerKernels:
             self._attend[key] = self._choose(paged_attention.TABLE, problem)
         return self._attend[key]
 
-    def norm_rope_store(
-        self, *, is_neox: bool, rotary_dim: int, num_position_axes: int
-    ) -> qk_norm_rope_store_kv.QKNormRopeStoreKV:
-        """Return the row that norms, rotates and stores."""
-        key = (is_neox, rotary_dim, num_position_axes)
-        if key not in self._norm_rope_store:
-            layer = self._layer
+    def norm_rope_store(self, constants: QKNormRope) -> qk_norm_rope_store_kv.QKNormRopeStoreKV:
+        """Return the row that norms, rotates and stores by what the layer declares."""
+        if self._norm_rope_store is None:
             problem = qk_norm_rope_store_kv.QKNormRopeStoreKVProblem(
                 arch=self._arch,
                 qkv_dtype=self._q_dtype,
                 pool_dtype=self._pool_dtype,
-                num_q_heads=layer.tp_q_head_num,
-                num_kv_heads=layer.tp_k_head_num,
-                head_dim=layer.qk_head_dim,
-                rotary_dim=rotary_dim,
-                is_neox=is_neox,
-                num_position_axes=num_position_axes,
+                num_q_heads=self._layer.tp_q_head_num,
+                num_kv_heads=self._layer.tp_k_head_num,
+                head_dim=self._layer.qk_head_dim,
+                rotary_dim=constants.rotary_dim,
+                num_position_axes=1 if constants.position_source == "positions" else 3,
             )
-            self._norm_rope_store[key] = self._choose(qk_norm_rope_store_kv.TABLE, problem)
-        return self._norm_rope_store[key]
+            self._norm_rope_store = self._choose(qk_norm_rope_store_kv.TABLE, problem)
+        return self._norm_rope_store
 
     def _choose(self, table: Table[Any], problem: Any) -> Any:
         forced = self._forced.get(table.op)

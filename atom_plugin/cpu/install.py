@@ -63,7 +63,7 @@ PINNED = Hook(
     target="sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch",
     kind="around",
     hook=communication.prepare_in_pageable_memory,
-    why="attention DP pins a small tensor: 'Cannot access accelerator device when none is available'",
+    why="attention DP pins a small tensor, which PyTorch refuses where there is no accelerator",
     upstream="0.5.21 and later do not pin when SGLANG_USE_CPU_ENGINE=1, but do for an out-of-tree platform",
     remove_when="is_pin_memory_available decides here as it does elsewhere in that file",
 )
@@ -85,8 +85,8 @@ UNPADDED = Hook(
     target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
     kind="around",
     hook=_keep_widths,
-    why="on --device cpu it writes padded widths and head counts into the config (an expert width of 48 becomes 64), for "
-    "kernels that this platform does not have; the loaders do not pad, so the checkpoint no longer fits its config",
+    why="on --device cpu it writes padded widths and head counts into the config (an expert width of 48 becomes 64), "
+    "for kernels that this platform does not have; the loaders do not pad, so the checkpoint no longer fits its config",
     upstream="unchanged from 0.5.17 to 0.5.23",
     remove_when="it is asked only where SGLang's CPU kernels serve",
 )

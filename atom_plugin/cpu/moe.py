@@ -11,7 +11,7 @@ import torch
 def skip_experts_of_other_ranks(
     original: Callable[..., torch.Tensor], layer: Any, hidden_TD: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Return the sum over this rank's experts, [tokens, hidden]; an expert id of -1 is on another rank and adds nothing.
+    """Return the sum over this rank's experts, [tokens, hidden]; expert -1 is on another rank and adds nothing.
 
     Every (token, expert) pair that is ours goes through SGLang's own loop as a token with one expert and weight 1, so
     activations, biases and roundings stay its own; weighting and summing in the weights' dtype then follow its order.

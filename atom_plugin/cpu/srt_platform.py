@@ -49,7 +49,7 @@ class AtomCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Keep the threads of this rank to its share of the cores; SGLang calls it in each process with a model."""
         threads.limit_threads()
 
-    def get_device(self, device_id: int = 0) -> str:  # type: ignore[override]
+    def get_device(self, device_id: int = 0) -> str:
         """Return ``cpu``, a string: ServerArgs keeps it as its ``device``."""
         return "cpu"
 

@@ -16,7 +16,7 @@ _set_by_us: str | None = None
 
 
 def give_every_rank_its_cores(*, num_ranks: int) -> None:
-    """Set SGLANG_CPU_OMP_THREADS_BIND to an even split of our cores where SGLang demands it and the user set nothing."""
+    """Split our cores evenly with SGLANG_CPU_OMP_THREADS_BIND, where SGLang demands it and the user set nothing."""
     from sglang.srt.utils.common import get_cpu_ids_by_node
 
     global _set_by_us

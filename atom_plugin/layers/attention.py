@@ -20,7 +20,8 @@ class QKNormAttention(nn.Module):
     """Projections, q/k norm, rope and attention of one layer.
 
     A backend that takes it gets q, k and v as projected, with ``cos_sin_cache`` and ``is_neox``, and does norm, rope
-    and cache write itself; ``attn.qk_norm_rope`` holds what is constant. Any other backend gets them normed and rotated.
+    and cache write itself; ``attn.qk_norm_rope`` holds what is constant. Any other backend gets them normed and
+    rotated.
     """
 
     def __init__(

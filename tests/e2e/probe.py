@@ -16,7 +16,9 @@ def register() -> None:
     """Hook the end of ModelRunner.init_attention_backends."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends", report, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends", report, HookType.AROUND
+    )
 
 
 def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,10 +16,11 @@ import torch
 
 def start(runner: Any, folder: Path) -> None:
     """Wrap the backend and count norms, rotations and stores of this process from now on; files go to ``folder``."""
+    from sglang.srt.runtime_context import get_parallel
+
     from atom_plugin.attention.backend import AtomAttentionBackend
     from atom_plugin.attention.tables import LayerKernels
     from atom_plugin.layers.attention import QKNormAttention
-    from sglang.srt.runtime_context import get_parallel
 
     counts: Counter[str] = Counter()
     numbers = itertools.count()
@@ -58,7 +59,15 @@ def start(runner: Any, folder: Path) -> None:
         original = getattr(AtomAttentionBackend, name)
 
         def wrapped(
-            self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *args: Any, _original: Any = original, **kwargs: Any
+            self: Any,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            batch: Any,
+            *args: Any,
+            _original: Any = original,
+            **kwargs: Any,
         ) -> Any:
             raw_k = k.detach().clone()
             result = _original(self, q, k, v, layer, batch, *args, **kwargs)

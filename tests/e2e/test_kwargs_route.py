@@ -1,4 +1,4 @@
-"""The mission's core, recorded from inside the backend: raw q and k arrive with cos_sin_cache and is_neox in every mode,
+"""The mission's core, recorded inside the backend: raw q and k arrive with cos_sin_cache and is_neox in every mode,
 norm, rope and store happen once, and what lies in the pool is transformers' normed and rotated K."""
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def assert_recorded(folder: Path, sequences: list[tuple[int, ...]], *, expected:
             modes.add(call["mode"])
             fused = expected == FUSED
             assert call["counts"] == expected, (call["mode"], call["layer"], call["counts"])
-            assert call["kwargs"] == (["cos_sin_cache", "is_neox"] if fused else []), call["kwargs"]
+            assert call["kwargs"] == (["cos_sin_cache", "is_neox", "save_kv_cache"] if fused else ["save_kv_cache"]), (
+                call["kwargs"]
+            )
             attention = hf.layers[call["layer"]].self_attn
             heads = call["pool_k"].shape[1]
             raw = call["raw_k"].view(-1, heads, call["pool_k"].shape[2])
@@ -111,9 +113,7 @@ def test_eager_chunked(fuse: str, tmp_path: Path) -> None:
         sequences = served_sequences(server)
         modes = assert_recorded(record, sequences, expected=FUSED if fuse == "1" else UNFUSED)
         assert {"1", "2"} <= modes or {"ForwardMode.EXTEND", "ForwardMode.DECODE"} <= modes, modes
-        checks.assert_fp32(
-            checks.decode_differences(server, CHECKPOINT, checks.prompts(CHECKPOINT, 12), 16), "decode"
-        )
+        checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, checks.prompts(CHECKPOINT, 12), 16), "decode")
 
 
 def test_attention_dp_padding(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def become(name: str) -> Callable[[Path], None]:
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 #: name -> (change to the tiny checkpoint, further flags, words that the message must hold)
 CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
@@ -104,9 +104,9 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     "truncated file": (truncate, [], ["model.safetensors cannot be read", "truncated or damaged; fetch it again"]),
     "index names a missing file": (name_a_second_file, [], ["model-00002.safetensors is missing", INDEX]),
     "unsupported quantisation": (
-        with_config(quantization_config=GPTQ),
+        with_config(quantization_config=AWQ),
         [],
-        ["config.json: field 'quantization_config'", "gptq", "weight_block_size [128, 128]", "drop `--model-impl atom`"],
+        ["config.json: field 'quantization_config'", "awq", "weight_block_size [128, 128]", "drop `--model-impl atom`"],
     ),
     "block FP8 on a CPU": (
         with_config(quantization_config=FP8),
@@ -132,9 +132,17 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     "speculation": (None, ["--speculative-algorithm", "NGRAM"], ["--speculative-algorithm NGRAM", "serves only None"]),
     "pipeline": (None, ["--pp-size", "2"], ["--pp-size 2: the atom model serves only 1"]),
     "a2a": (None, ["--moe-a2a-backend", "deepep", "--tp-size", "2"], ["--moe-a2a-backend deepep"]),
-    "LoRA": (None, ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"], ["--enable-lora True"]),
+    "LoRA": (
+        None,
+        ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
+        ["--enable-lora True"],
+    ),
     "online quantisation": (None, ["--quantization", "fp8"], ["--quantization fp8: the checkpoint is not quantised"]),
-    "TP that divides nothing": (None, ["--tp-size", "3"], ["attention TP 3 does not divide 4 query heads and 2 KV heads"]),
+    "TP that divides nothing": (
+        None,
+        ["--tp-size", "3"],
+        ["attention TP 3 does not divide 4 query heads and 2 KV heads"],
+    ),
     "e5m2": (None, ["--kv-cache-dtype", "fp8_e5m2"], ["--kv-cache-dtype fp8_e5m2: use one of auto"]),
     "odd page": (None, ["--page-size", "48"], ["--page-size 48: use a power of two"]),
 }

@@ -69,7 +69,8 @@ def _attend(
     fits = tile.num_keys * tile.num_requests <= max_keys
     if fits and softmax.logit_cap <= 0 and not softmax.return_lse:
         return _fused(q_BnHD, k_pages, v_pages, tile, softmax), None
-    return _blocked(q_BnHD, k_pages, v_pages, tile, softmax, max_keys)
+    out_BnHD, lse_BnH = _blocked(q_BnHD, k_pages, v_pages, tile, softmax, max_keys)
+    return out_BnHD, lse_BnH if softmax.return_lse else None
 
 
 def _gather(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

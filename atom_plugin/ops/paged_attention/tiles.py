@@ -17,15 +17,15 @@ class Tile:
     """Requests that run together.
 
     ``rows``: their query tokens in the batch, request-major. ``slots_BL``: int64 slots of the keys that any of their
-    queries sees. ``first_key_B``, ``first_query_B``: int64 positions of the first key and the first query.
+    queries sees. ``first_keys``, ``first_queries``: positions of each request's first key and first query.
     """
 
     rows: slice | torch.Tensor
     num_requests: int
     q_len: int
     slots_BL: torch.Tensor
-    first_key_B: torch.Tensor
-    first_query_B: torch.Tensor
+    first_keys: tuple[int, ...]
+    first_queries: tuple[int, ...]
     is_padded: bool
     is_causal_square: bool
     has_blind_queries: bool
@@ -45,7 +45,7 @@ class Tile:
         """Return the range of key places that hold all keys seen by the queries in ``queries``."""
         if self.num_requests > 1:
             return slice(0, self.num_keys)
-        offset = int(self.first_query_B - self.first_key_B)
+        offset = self.first_queries[0] - self.first_keys[0]
         end = max(1, min(self.num_keys, offset + queries.stop))
         start = 0 if window == NO_WINDOW else max(0, min(end - 1, offset + queries.start - window))
         return slice(start, end)
@@ -53,20 +53,23 @@ class Tile:
     def visible(self, queries: slice, keys: slice, window: int) -> torch.Tensor:
         """Return bool [requests, queries, keys]: whether a query may see a key."""
         device = self.slots_BL.device
-        q_pos = self.first_query_B[:, None] + torch.arange(queries.start, queries.stop, device=device)
-        k_pos = self.first_key_B[:, None] + torch.arange(keys.start, keys.stop, device=device)
+        first_B2 = torch.tensor([self.first_queries, self.first_keys], device=device).T
+        q_pos = first_B2[:, :1] + torch.arange(queries.start, queries.stop, device=device)
+        k_pos = first_B2[:, 1:] + torch.arange(keys.start, keys.stop, device=device)
         seen = k_pos[:, None, :] <= q_pos[:, :, None]
         if window != NO_WINDOW:
             seen &= k_pos[:, None, :] >= q_pos[:, :, None] - window
         return seen
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return what is added to decode's scores, [requests, 1, 1, keys] of 0 and -inf; None where no key is padding."""
+        """Return what decode adds to its scores, [requests, 1, 1, keys] of 0 and -inf; None where no key is padding."""
         if not self.is_padded:
             return None
         if dtype not in self._bias:
-            length_B1 = (self.first_query_B - self.first_key_B + 1)[:, None]
-            hidden_BL = torch.arange(self.num_keys, device=length_B1.device) >= length_B1
+            device = self.slots_BL.device
+            lengths = [query - key + 1 for query, key in zip(self.first_queries, self.first_keys, strict=True)]
+            length_B1 = torch.tensor(lengths, device=device)[:, None]
+            hidden_BL = torch.arange(self.num_keys, device=device) >= length_B1
             bias_BL = torch.zeros(hidden_BL.shape, dtype=dtype, device=hidden_BL.device).masked_fill_(
                 hidden_BL, -torch.inf
             )
@@ -120,16 +123,13 @@ def _tile(batch: PagedBatch, bounds: list[int], seq_lens: list[int], requests: l
     q_len = bounds[requests[0] + 1] - bounds[requests[0]]
     lens = [seq_lens[request] for request in requests]
     spans = [_num_keys(seq_len, q_len, window) for seq_len in lens]
-    device = batch.seq_lens_B.device
-    seq_len_B = torch.tensor(lens, device=device)
-    first_key_B = seq_len_B - torch.tensor(spans, device=device)
     return Tile(
-        rows=_rows(bounds, requests, q_len, device),
+        rows=_rows(bounds, requests, q_len, batch.seq_lens_B.device),
         num_requests=len(requests),
         q_len=q_len,
-        slots_BL=_token_table(batch, requests, spans, lens, first_key_B, seq_len_B).slots_BL,
-        first_key_B=first_key_B,
-        first_query_B=seq_len_B - q_len,
+        slots_BL=_token_table(batch, requests, spans, lens).slots_BL,
+        first_keys=tuple(seq_len - span for seq_len, span in zip(lens, spans, strict=True)),
+        first_queries=tuple(seq_len - q_len for seq_len in lens),
         is_padded=min(spans) != max(spans),
         is_causal_square=len(requests) == 1 and window == NO_WINDOW and lens[0] == q_len,
         has_blind_queries=min(lens) < q_len,
@@ -143,22 +143,18 @@ def _rows(bounds: list[int], requests: list[int], q_len: int, device: torch.devi
     return (starts_B1 + torch.arange(q_len, device=device)).flatten()
 
 
-def _token_table(
-    batch: PagedBatch,
-    requests: list[int],
-    spans: list[int],
-    lens: list[int],
-    first_key_B: torch.Tensor,
-    seq_len_B: torch.Tensor,
-) -> TokenTable:
-    """Return the slots of the last ``spans`` keys of each request; past its last key, that key's slot again."""
+def _token_table(batch: PagedBatch, requests: list[int], spans: list[int], lens: list[int]) -> TokenTable:
+    """Return the slots of the last ``spans`` of the ``lens`` keys of each request, padded with its last key's slot."""
     page_size, num_keys = batch.page_table.page_size, max(spans)
     pages_BP = batch.page_table.pages_BP
     if len(requests) < pages_BP.shape[0]:
         pages_BP = pages_BP[requests]
     if page_size == 1 and min(spans) == max(lens):  # the table is the answer: all keys, and no padding
         return TokenTable(slots_BL=pages_BP[:, :num_keys].to(torch.int64))
-    position_BL = first_key_B[:, None] + torch.arange(num_keys, device=pages_BP.device)
-    position_BL = torch.minimum(position_BL, seq_len_B[:, None] - 1)
-    slots_BL = pages_BP.gather(1, position_BL // page_size).to(torch.int64)
-    return TokenTable(slots_BL=slots_BL.mul_(page_size).add_(position_BL % page_size) if page_size > 1 else slots_BL)
+    last_B2 = torch.tensor([lens, spans], device=pages_BP.device).T
+    position_BL = last_B2[:, :1] - last_B2[:, 1:] + torch.arange(num_keys, device=pages_BP.device)
+    position_BL = torch.minimum(position_BL, last_B2[:, :1] - 1)
+    if page_size == 1:
+        return TokenTable(slots_BL=pages_BP.gather(1, position_BL).to(torch.int64))
+    slots_BL = pages_BP.gather(1, position_BL // page_size).to(torch.int64) * page_size
+    return TokenTable(slots_BL=slots_BL.add_(position_BL % page_size))

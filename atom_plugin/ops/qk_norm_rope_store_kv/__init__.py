@@ -15,7 +15,10 @@ from atom_plugin.ops.store_kv import why_not_on_host as why_not_store_on_host
 
 @dataclass(frozen=True, kw_only=True)
 class QKNormRopeStoreKVProblem:
-    """What a row has to know to say whether it can run; one per layer kind. ``forced``: the row asked for by name."""
+    """What a row has to know to say whether it can run; one per layer kind. Every row takes both rotation orders.
+
+    ``forced``: the row that a person asked for by name.
+    """
 
     arch: str
     qkv_dtype: torch.dtype
@@ -24,7 +27,6 @@ class QKNormRopeStoreKVProblem:
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
-    is_neox: bool
     num_position_axes: int
     forced: str | None = None
 
@@ -137,7 +139,6 @@ def qk_norm_rope_store_kv(
         num_kv_heads=k_THD.shape[1],
         head_dim=q_THD.shape[2],
         rotary_dim=cos_sin_cache.shape[1],
-        is_neox=is_neox,
         num_position_axes=1 if positions.dim() == 1 else positions.shape[0],
         forced=forced,
     )

@@ -1,0 +1,111 @@
+"""The parts of `make test`: runs each named part, prints its minutes, and what did not run and why.
+
+Parts: lint, unit (no server), e2e (real servers), e2e-slow, host:VERSION (kits, backend tests and one server on another
+SGLang, from its wheel unpacked into .cache/ and put on the path in front of the installed one).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+CACHE = REPO / ".cache" / "hosts"
+#: What an older SGLang needs in front of the installed environment: the versions that it pins and cannot do without.
+HOSTS = {"0.5.17": ("transformers==5.12.1", "tokenizers==0.22.2"), "0.5.21": ()}
+#: Tests that run against every host. The rest runs on the installed one.
+HOST_TESTS = ("tests/attention", "tests/register", "tests/platform", "tests/cpu_graph")
+HOST_SERVER = ("tests/e2e/test_corners.py", "-k", "moe-atom-atom")
+
+
+def run(*command: str, env: dict[str, str] | None = None) -> int:
+    """Run a command of this environment in the repository and return its exit status."""
+    print("+", " ".join(command), flush=True)
+    return subprocess.run([sys.executable, *command], cwd=REPO, env={**os.environ, **(env or {})}).returncode
+
+
+def pytest(*arguments: str, env: dict[str, str] | None = None) -> int:
+    """Run pytest."""
+    return run("-m", "pytest", "-q", "--durations=8", *arguments, env=env)
+
+
+def lint() -> int:
+    """ruff and mypy."""
+    return run("-m", "ruff", "format", "--check", ".") | run("-m", "ruff", "check", ".") | run("-m", "mypy")
+
+
+def unpacked(version: str) -> list[Path]:
+    """Return the folders that put SGLang ``version`` in front; downloads and unpacks its wheels once."""
+    folders = []
+    for requirement in (*HOSTS[version], f"sglang=={version}"):
+        folder = CACHE / requirement.replace("==", "-")
+        if not folder.is_dir():
+            wheels = CACHE / "wheels" / folder.name
+            subprocess.run(
+                [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), requirement], check=True
+            )
+            (wheel,) = wheels.glob("*.whl")
+            partial = folder.with_suffix(".partial")
+            zipfile.ZipFile(wheel).extractall(partial)
+            partial.rename(folder)
+        folders.append(folder)
+    return folders
+
+
+def host(version: str) -> int:
+    """Kits, backend, registration and platform tests and one server on another SGLang."""
+    env = {"PYTHONPATH": os.pathsep.join(map(str, unpacked(version)))}
+    found = subprocess.run(
+        [sys.executable, "-c", "import sglang; print(sglang.__version__)"], env={**os.environ, **env}, text=True,
+        capture_output=True, check=True,
+    ).stdout.split()[-1]  # fmt: skip
+    if found != version:
+        print(f"wanted SGLang {version} on the path, found {found}")
+        return 1
+    return pytest(*HOST_TESTS, env=env) | pytest(*HOST_SERVER, env=env)
+
+
+def part(name: str) -> int:
+    """Run one part and return its exit status."""
+    if name.startswith("host:"):
+        return host(name.removeprefix("host:"))
+    not_here = "not gpu and not rocm"
+    return {
+        "lint": lint,
+        "unit": lambda: pytest("tests", "-m", f"{not_here} and not e2e and not slow"),
+        "e2e": lambda: pytest("tests", "-m", f"{not_here} and e2e and not slow"),
+        "e2e-slow": lambda: pytest("tests", "-m", f"{not_here} and slow"),
+    }[name]()
+
+
+def install_minutes() -> list[tuple[str, str, float]]:
+    """Return how long the installation of this environment took, where the Makefile noted it."""
+    venv = Path(sys.prefix)
+    if not (venv / "installed").is_file():
+        return []
+    began, ended = (int((venv / name).read_text()) for name in ("install-began", "installed"))
+    return [("install", "ok (when it was made)", (ended - began) / 60)]
+
+
+def main(names: list[str]) -> int:
+    """Run the parts in order; every part runs, and one that failed makes the whole fail."""
+    rows = install_minutes()
+    failed = 0
+    for name in names:
+        start = time.monotonic()
+        status = part(name)
+        failed |= status
+        rows.append((name, "ok" if status == 0 else f"FAILED ({status})", (time.monotonic() - start) / 60))
+    print("\npart            minutes  outcome")
+    for name, outcome, minutes in rows:
+        print(f"{name:<15} {minutes:7.1f}  {outcome}")
+    print("not run here: tests marked gpu (no GPU is needed by any of the above) and rocm (needs an AMD GPU)")
+    return int(failed != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
