@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -87,6 +88,10 @@ def _settings() -> list[Finding]:
             found.append(Finding(setting.name, repr(setting.get())))
         except ValueError as error:
             found.append(Finding(setting.name, str(error), "correct or unset it"))
+    listed = os.environ.get("SGLANG_PLUGINS", "")
+    left_out = [name for name in (register.NAME, platform.NAME) if listed and name not in listed.split(",")]
+    if left_out:
+        found.append(Finding("SGLANG_PLUGINS", listed, f"unset it, or add {','.join(left_out)}"))
     return found
 
 

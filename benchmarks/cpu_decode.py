@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_decode.py [--rounds 5] [--out FILE.json]
 
-Starts the two variants in turn, ``--rounds`` times each, and prints medians of the attention time of a decode step and of
-output tokens a second for every (batch, context), with ratios, beside the limit of the machine's memory: the bytes of K
-and V that a step reads over the bandwidth of a copy measured in the same run.
+Starts the two variants in turn, ``--rounds`` times each, and prints medians of the attention time of a decode step and
+of output tokens a second for every (batch, context), with ratios, beside the limit of memory: the bytes of
+K and V that a step reads over the bandwidth of a copy measured in the same run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def table(runs: dict[str, list[dict[str, list[float]]]], bandwidth: float) -> st
     """Return the medians and ratios as a Markdown table."""
     own, ours = VARIANTS
     lines = [
-        f"| batch x context | attention ms/step, {own} | {ours} | ratio | memory limit ms | tokens/s, {own} | {ours} | ratio |",
+        f"| batch x context | attention ms/step, {own} | {ours} | ratio | memory limit ms "
+        f"| tokens/s, {own} | {ours} | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for batch, context in CELLS:

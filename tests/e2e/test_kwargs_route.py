@@ -113,7 +113,9 @@ def test_eager_chunked(fuse: str, tmp_path: Path) -> None:
         sequences = served_sequences(server)
         modes = assert_recorded(record, sequences, expected=FUSED if fuse == "1" else UNFUSED)
         assert {"1", "2"} <= modes or {"ForwardMode.EXTEND", "ForwardMode.DECODE"} <= modes, modes
-        checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, checks.prompts(CHECKPOINT, 12), 16), "decode")
+        checks.assert_fp32(
+            checks.decode_differences(server, CHECKPOINT, checks.fragments(CHECKPOINT, 12), 16), "decode"
+        )
 
 
 def test_attention_dp_padding(tmp_path: Path) -> None:

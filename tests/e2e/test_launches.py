@@ -20,7 +20,7 @@ OUR_CLASS = "atom_plugin.models.qwen3_moe.Qwen3MoeForCausalLM"
 
 
 def test_sglang_serve_with_a_repo_name_and_stacked_experts(tmp_path: Path) -> None:
-    """`sglang serve`, offline, from a Hugging Face cache that this test builds; experts stacked, two tensors a layer."""
+    """`sglang serve`, offline, from a Hugging Face cache that the test builds; experts stacked, two tensors a layer."""
     repo = tmp_path / "hub" / "models--example--tiny"
     snapshot = repo / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
     shutil.copytree(MOE, snapshot)

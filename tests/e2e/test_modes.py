@@ -47,8 +47,10 @@ def test_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path, env=TWO_RANKS) as server:
         assert [rank["model"] for rank in server.ranks()] == ["atom_plugin.models.qwen3_moe.Qwen3MoeForCausalLM"] * 2
         checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 24)), "prefill")
-        checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, checks.prompts(CHECKPOINT, 12), 16), "decode")
-        one = checks.prompts(CHECKPOINT, 1)
+        checks.assert_fp32(
+            checks.decode_differences(server, CHECKPOINT, checks.fragments(CHECKPOINT, 12), 16), "decode"
+        )
+        one = checks.fragments(CHECKPOINT, 1)
         checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, one, 8), "decode with an idle rank")
         checks.assert_serves_many_at_once(server, CHECKPOINT)
 
@@ -66,4 +68,4 @@ def test_dense_tp(tmp_path: Path) -> None:
     """The dense twin, whose head is its embedding, over attention DP 2: the two are split in different ways."""
     with serve(oracle.CHECKPOINTS["dense"], *ATOM, *RANKS["attention DP 2"], folder=tmp_path, env=TWO_RANKS) as server:
         checks.assert_fp32(checks.prefill_differences(server, "dense", checks.solved("dense", 12)), "prefill")
-        checks.assert_fp32(checks.decode_differences(server, "dense", checks.prompts("dense", 6), 16), "decode")
+        checks.assert_fp32(checks.decode_differences(server, "dense", checks.fragments("dense", 6), 16), "decode")
