@@ -160,12 +160,13 @@ def refuse_tree_verify(spec_info: Any) -> None:
     """Raise ValueError unless the draft that ``spec_info`` verifies is a chain, which causal attention covers."""
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-    if not isinstance(spec_info, EagleVerifyInput) or spec_info.topk != 1:
-        raise ValueError(
-            f"the atom attention backend verifies EAGLE chains only: {type(spec_info).__name__} with topk "
-            f"{spec_info.topk} may hold a tree, whose custom_mask it would ignore. Use --speculative-eagle-topk 1, "
-            f"or another --attention-backend."
-        )
+    if isinstance(spec_info, EagleVerifyInput) and spec_info.topk == 1:
+        return
+    draft = f"topk {spec_info.topk}" if isinstance(spec_info, EagleVerifyInput) else type(spec_info).__name__
+    raise ValueError(
+        f"the atom attention backend verifies EAGLE chains only: {draft} may be a tree, whose custom_mask it would "
+        f"ignore. Use --speculative-eagle-topk 1, or another --attention-backend."
+    )
 
 
 def flag_value(cfg: Any, field: str) -> Any:

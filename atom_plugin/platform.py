@@ -80,7 +80,8 @@ def why_not_device(device: str) -> list[str]:
     """Return why a launch on ``device`` (SGLang's resolved flag) has no platform under it; empty when it has one."""
     if device != "cpu" or is_active() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return []
-    return [f"--device cpu: the CPU platform of atom-plugin ({NAME}) is not in use: {why_inactive()}"]
+    reason = why_inactive() or "SGLang did not find it, or could not load it: see `atom-plugin doctor`."
+    return [f"--device cpu: the CPU platform of atom-plugin ({NAME}) is not in use: {reason}"]
 
 
 def is_active() -> bool:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from atom_plugin import device, host
+from atom_plugin import device, host, platform
 from atom_plugin.attention.limits import why_not_backend
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
 from atom_plugin.configs import ConfigError, Qwen3MoeSpec, Qwen3Spec, load_spec
@@ -80,6 +80,7 @@ def refuse_launch(server_args: Any) -> None:
         reasons += flag_problems(cfg, "model") + model_problems(server_args)
     if any("backend" in flag for flag in asked):
         reasons += backend_problems(server_args)
+    reasons += platform.why_not_device(cfg.device)
     if reasons:
         lines = "\n".join(f"  - {reason}" for reason in dict.fromkeys(reasons))
         raise LaunchRefused(

@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from atom_plugin import host
+from atom_plugin import host, platform
 from atom_plugin.hooks import Hook, HookError, install
 
 NAME = "atom"
@@ -85,7 +85,7 @@ def register() -> None:
     global loaded, complete
     loaded = True
     try:
-        install([GATE])
+        install([GATE, platform.DEVICE])
     except HookError as error:
         if NAME in sys.argv:
             raise SystemExit(f"{error} Launch without atom, or with a supported SGLang.") from error

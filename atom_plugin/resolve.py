@@ -26,7 +26,7 @@ if CLASSES.keys() != FAMILIES.keys():
     raise RuntimeError(f"configs and models disagree about what is served: {CLASSES.keys() ^ FAMILIES.keys()}")
 
 
-def class_of(hf_config: Any) -> tuple[type[nn.Module], str]:
+def class_of(hf_config: Any) -> tuple[Any, str]:
     """Return (our class, the architecture's Hugging Face name) for a transformers config.
 
     Raises ConfigError when we do not have the architecture, ImportError when our module cannot be imported.

@@ -86,7 +86,7 @@ class AtomAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         cos_sin_cache: torch.Tensor | None = None,
-        is_neox: bool = True,
+        is_neox: bool | None = None,
         return_lse: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> Any:
@@ -94,11 +94,11 @@ class AtomAttentionBackend(AttentionBackend):
 
         ``q``: [tokens, query heads * head dim] or [tokens, query heads, head dim]; ``k``, ``v``: the same for KV heads,
         both None where the layer shares another layer's cache. ``save_kv_cache``: store k and v here; else they are
-        stored already. ``cos_sin_cache``: q and k come un-normed and un-rotated; the layer's ``qk_norm_rope`` says
-        how to finish them. Returns [tokens, query heads * v head dim], with ``return_lse`` (here or in the batch)
-        ([tokens, query heads, v head dim], float32 natural-log lse [tokens, query heads]).
+        stored already. ``cos_sin_cache`` and ``is_neox``: q and k come un-normed and un-rotated, and the layer's
+        ``qk_norm_rope`` says how to finish them. Returns [tokens, query heads * v head dim]; with ``return_lse``, here
+        or in the batch, ([tokens, query heads, v head dim], float32 natural-log lse [tokens, query heads]).
         """
-        rope = None if cos_sin_cache is None else _Rope(cos_sin_cache=cos_sin_cache, is_neox=is_neox)
+        rope = _Rope.of(cos_sin_cache, is_neox, layer)
         call = _Call(layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, rope=rope)
         return self._forward(DecodeMetadata, q, call, return_lse=return_lse, sinks=sinks)
 
@@ -112,12 +112,12 @@ class AtomAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         cos_sin_cache: torch.Tensor | None = None,
-        is_neox: bool = True,
+        is_neox: bool | None = None,
         return_lse: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> Any:
         """Attend any number of new tokens a request, with or without cached ones before; see ``forward_decode``."""
-        rope = None if cos_sin_cache is None else _Rope(cos_sin_cache=cos_sin_cache, is_neox=is_neox)
+        rope = _Rope.of(cos_sin_cache, is_neox, layer)
         call = _Call(layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, rope=rope)
         return self._forward(ExtendMetadata, q, call, return_lse=return_lse, sinks=sinks)
 
@@ -266,6 +266,18 @@ class _Rope:
 
     cos_sin_cache: torch.Tensor
     is_neox: bool
+
+    @classmethod
+    def of(cls, cos_sin_cache: torch.Tensor | None, is_neox: bool | None, layer: Any) -> _Rope | None:
+        """Return what the kwargs say, None without them; ValueError where one of the two is missing."""
+        if (cos_sin_cache is None) != (is_neox is None):
+            alone = "is_neox" if cos_sin_cache is None else "cos_sin_cache"
+            raise ValueError(
+                f"attention layer {layer.layer_id} got {alone} alone: cos_sin_cache and is_neox belong together"
+            )
+        if cos_sin_cache is None or is_neox is None:
+            return None
+        return cls(cos_sin_cache=cos_sin_cache, is_neox=is_neox)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,6 @@ def make_rope(spec: RopeSpec, *, head_dim: int, max_position: int) -> nn.Module:
         head_dim,
         rotary_dim=head_dim,
         max_position=max_position,
-        base=spec.theta,  # type: ignore[arg-type]
+        base=spec.theta,
         rope_scaling=spec.scaling_dict(),
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu_graph"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,21 +19,14 @@ import psutil
 import requests
 from filelock import FileLock
 
+from tests.plugin_folder import make_plugin
+
 HERE = Path(__file__).parent
 #: Shared by every test that starts a server, so that two pytest runs do not compete for the cores.
 LOCK = Path(tempfile.gettempdir()) / "one_server.lock"
 START_SECONDS = 240
 
 CPU_FLAGS = ("--device", "cpu", "--mem-fraction-static", "0.2", "--skip-server-warmup", "--log-level", "info")
-
-
-def plugin_path(folder: Path, name: str, module: Path, entry: str) -> Path:
-    """Make ``folder`` a place on PYTHONPATH that SGLang finds plugin ``entry`` of ``module`` in, and return it."""
-    info = folder / f"{name}-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {module.stem}:{entry}\n")
-    return folder
 
 
 @dataclass
@@ -78,7 +71,7 @@ class Server:
 
 def environment(folder: Path, extra: dict[str, str]) -> dict[str, str]:
     """Return the environment of a server with the probe installed."""
-    site = plugin_path(folder / "site", "atom_test_probe", HERE / "probe.py", "register")
+    site = make_plugin(folder / "site", "atom_test_probe", "probe:register")
     path = os.pathsep.join(
         filter(None, [str(site), str(HERE), extra.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH")])
     )

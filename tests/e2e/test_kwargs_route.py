@@ -13,6 +13,8 @@ import pytest
 import torch
 from server import Server, serve
 
+from tests.cpu_graph.harness import cpu_graph_env, read_report
+
 CHECKPOINT = "moe"
 ATOM = ("--model-impl", "atom", "--dtype", "float32")
 DP2 = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
@@ -126,3 +128,21 @@ def test_attention_dp_padding(tmp_path: Path) -> None:
     with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *DP2, folder=tmp_path, env=env) as server:
         run(server)
         assert_recorded(record, served_sequences(server), expected=FUSED)
+
+
+def test_decode_graph(tmp_path: Path) -> None:
+    """SGLang's own DecodeCudaGraphRunner, re-running what it captured: padded batches, and the same pool."""
+    record = tmp_path / "record"
+    record.mkdir()
+    env = cpu_graph_env(tmp_path / "graph")
+    flags = (*ATOM, "--cuda-graph-max-bs-decode", "8")
+    with serve(
+        oracle.CHECKPOINTS[CHECKPOINT], *flags, folder=tmp_path, env={**env, "ATOM_TEST_RECORD": str(record)}
+    ) as server:
+        run(server)
+        assert_recorded(record, served_sequences(server), expected=FUSED)
+        checks.assert_fp32(
+            checks.decode_differences(server, CHECKPOINT, checks.fragments(CHECKPOINT, 7), 16), "decode in graphs"
+        )
+        report = read_report(env)
+        assert report.captured and report.num_replays > 20 and report.moved == []

@@ -99,6 +99,15 @@ def random_ids(vocab: int) -> list[list[int]]:
     return [[draw.randrange(2, vocab) for _ in range(length)] for length in range(3, 200, 13)]
 
 
+def solved_problems() -> list[list[int]]:
+    """Return 32 held-out problems with answers: on random ids bf16 logits of 16 to 32 are 0.125 apart."""
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(MOE).encode  # both checkpoints have the same tokenizer
+    problems = [json.loads(line) for line in (MOE / "heldout.jsonl").read_text().splitlines()[:32]]
+    return [encode(f"Question: {one['question']}\nAnswer: {one['answer']}") for one in problems]
+
+
 def compare(folder: Path, ids: list[list[int]], flags: dict[str, Any]) -> tuple[list[float], float, str]:
     """Return (absolute differences of scored logprobs, share of equal greedy tokens, atom's log)."""
     theirs, log = run_engine(folder, ids, {**flags, "model_impl": "sglang"})
@@ -134,13 +143,7 @@ def test_block_fp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [MOE, DENSE], ids=["moe", "dense"])
 def test_bf16_with_graphs(folder: Path) -> None:
     """The trained checkpoints in bf16 under CUDA graphs: the logprobs and tokens of SGLang's model."""
-    lines = (MOE / "heldout.jsonl").read_text().splitlines()[:32]
-    from transformers import AutoTokenizer
-
-    encode = AutoTokenizer.from_pretrained(folder).encode
-    problems = [json.loads(line) for line in lines]
-    ids = [encode(f"Question: {one['question']}\nAnswer: {one['answer']}") for one in problems]
-    found, equal, log = compare(folder, ids, {"attention_backend": "fa3", "dtype": "bfloat16"})
+    found, equal, log = compare(folder, solved_problems(), {"attention_backend": "fa3", "dtype": "bfloat16"})
     print(f"\n{folder.name} bf16, fa3, graphs on: {figures(found)}; equal greedy tokens {equal:.3f}")
     assert "atom_plugin.models.qwen3" in log
     assert sum(found) / len(found) < 0.05
@@ -155,7 +158,7 @@ def test_the_atom_backend_is_refused_at_launch() -> None:
 
 def test_the_eager_row_forced_by_name() -> None:
     """Forced by name it runs on a GPU, without graphs: the logprobs of SGLang's model and backend."""
-    ids = random_ids(700)
+    ids = solved_problems()
     forced = "paged_attention=eager,store_kv=eager,qk_norm_rope_store_kv=eager"
     theirs, log = run_engine(MOE, ids, {"attention_backend": "fa3", "model_impl": "sglang", "dtype": "bfloat16"})
     assert theirs is not None, log[-5000:]

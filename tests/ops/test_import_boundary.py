@@ -1,0 +1,21 @@
+"""Nothing under ops/ imports SGLang or AITER."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import sys
+from atom_plugin.ops import indices, paged_attention, qk_norm_rope_store_kv, store_kv
+for op in (paged_attention, qk_norm_rope_store_kv, store_kv):
+    for kernel in op.TABLE.kernels:
+        kernel.load()
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"sglang", "aiter"}))
+"""
+
+
+def test_loading_every_row_imports_neither() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

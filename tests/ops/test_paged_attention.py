@@ -1,0 +1,245 @@
+"""Every row of paged_attention computes what reference.py defines, within the tolerance that the row declares."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atom_plugin.dispatch import NoKernelError
+from atom_plugin.ops.indices import PageTable
+from atom_plugin.ops.paged_attention import NO_WINDOW, TABLE, PagedAttentionProblem, PagedBatch, eager, paged_attention
+
+HUGE_PAGE = 2**30
+EAGER = next(kernel for kernel in TABLE.kernels if kernel.name == "eager")
+
+
+def make_batch(
+    q_lens: list[int],
+    seq_lens: list[int],
+    *,
+    page_size: int = 1,
+    kv_heads: int = 2,
+    dim: int = 16,
+    v_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    captured: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
+    """Return (k_pages, v_pages, batch) with shuffled pages; what holds no key is NaN, unused table entries are huge."""
+    num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
+    pages = torch.full((len(seq_lens), max(num_pages) + 1), HUGE_PAGE, dtype=torch.int32)
+    order = (torch.randperm(sum(num_pages)) + 1).tolist()
+    k = torch.full((sum(num_pages) + 1, page_size, kv_heads, dim), float("nan"))
+    v = torch.full((sum(num_pages) + 1, page_size, kv_heads, v_dim), float("nan"))
+    for request, seq_len in enumerate(seq_lens):
+        for place in range(num_pages[request]):
+            page = order.pop()
+            pages[request, place] = page
+            filled = min(page_size, seq_len - place * page_size)
+            k[page, :filled], v[page, :filled] = (
+                3 * torch.randn(filled, kv_heads, dim),
+                torch.randn(filled, kv_heads, v_dim),
+            )
+    batch = PagedBatch(
+        qo_indptr_B1=torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32),
+        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
+        page_table=PageTable(pages_BP=pages, page_size=page_size),
+        max_q_len=max(q_lens),
+        max_seq_len=max(seq_lens),
+        captured=captured,
+    )
+    return k.to(dtype), v.to(dtype), batch
+
+
+def assert_rows_agree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, **how: Any) -> None:
+    out, lse = paged_attention(q, k, v, batch, forced="eager", **how)
+    expected, expected_lse = paged_attention(q, k, v, batch, forced="reference", **how)
+    tolerance = EAGER.tolerance[q.dtype]
+    assert out.dtype == q.dtype
+    torch.testing.assert_close(out, expected, rtol=tolerance.rtol, atol=tolerance.atol)
+    assert (lse is None) == (not how.get("return_lse", False))
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from([0, 1, 1, 2, 5, 17, 40]), st.sampled_from([0, 1, 15, 16, 17, 33])),
+        min_size=1,
+        max_size=5,
+    ),
+    page_size=st.sampled_from([1, 4, 16, 64]),
+    groups=st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3)]),
+    dims=st.sampled_from([(16, 16), (16, 8), (8, 24)]),
+    window=st.sampled_from([NO_WINDOW, 1, 7, 100]),
+    logit_cap=st.sampled_from([0.0, 5.0]),
+    return_lse=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_eager_is_the_reference_on_random_batches(
+    requests: list[tuple[int, int]],
+    page_size: int,
+    groups: tuple[int, int],
+    dims: tuple[int, int],
+    window: int,
+    logit_cap: float,
+    return_lse: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    q_lens = [new for new, _ in requests]
+    seq_lens = [new + cached for new, cached in requests]
+    if max(seq_lens) == 0:
+        seq_lens[0] = 1
+    kv_heads, group = groups
+    k, v, batch = make_batch(q_lens, seq_lens, page_size=page_size, kv_heads=kv_heads, dim=dims[0], v_dim=dims[1])
+    q = 3 * torch.randn(sum(q_lens), kv_heads * group, dims[0])
+    assert_rows_agree(
+        q, k, v, batch, scale=0.3, k_scale=0.5, v_scale=2.0, window=window, logit_cap=logit_cap, return_lse=return_lse
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [3, 30, 1]], ids=["decode", "extend"])
+def test_every_dtype(dtype: torch.dtype, kv_dtype: torch.dtype | None, q_lens: list[int]) -> None:
+    k, v, batch = make_batch(q_lens, [90, 31, 7], page_size=16, dtype=kv_dtype or dtype)
+    q = torch.randn(sum(q_lens), 4, 16, dtype=dtype)
+    assert_rows_agree(q, k, v, batch, scale=0.25, k_scale=0.5, v_scale=2.0)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_queries_that_see_no_key_get_zeros(return_lse: bool) -> None:
+    """A padded draft-extend row of a graph: 4 queries, 1 key; and rows that belong to no request at all."""
+    k, v, batch = make_batch([4, 1, 2, 20], [1, 0, 5, 3], page_size=4)
+    q = torch.randn(27 + 3, 4, 16)
+    assert_rows_agree(q, k, v, batch, scale=0.3, return_lse=return_lse)
+    out, lse = paged_attention(q, k, v, batch, scale=0.3, return_lse=return_lse)
+    assert out[:3].eq(0).all() and out[4].eq(0).all() and out[27:].eq(0).all()
+    if lse is not None:
+        assert lse[:3].eq(-torch.inf).all() and lse[27:].eq(-torch.inf).all()
+
+
+def test_decode_makes_as_many_calls_for_32_requests_as_for_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(1) or fused(*args, **kwargs),
+    )
+    for requests in (2, 32):
+        k, v, batch = make_batch([1] * requests, [100 + request % 7 for request in range(requests)])
+        assert_rows_agree(torch.randn(requests, 4, 16), k, v, batch, scale=0.3)
+    assert len(calls) == 2
+
+
+def test_a_long_request_does_not_pad_the_short_ones() -> None:
+    seq_lens = [900, 5, 6, 880, 7, 8, 4, 3]
+    k, v, batch = make_batch([1] * 8, seq_lens)
+    tiles = eager.cut_into_tiles(batch, window=NO_WINDOW, max_keys=1 << 20)
+    assert sum(tile.num_keys * tile.num_requests for tile in tiles) < 1.5 * sum(seq_lens) + 256
+    assert_rows_agree(torch.randn(8, 4, 16), k, v, batch, scale=0.3)
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [1, 20, 3, 60]], ids=["decode", "extend"])
+@pytest.mark.parametrize("logit_cap", [0.0, 5.0])
+def test_scratch_stays_under_its_bound(monkeypatch: pytest.MonkeyPatch, q_lens: list[int], logit_cap: float) -> None:
+    monkeypatch.setattr(eager, "MAX_SCRATCH_BYTES", 16 << 10)
+    gathered: list[int] = []
+    gather = eager._gather
+
+    def recording(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = gather(pages, slots, dtype)
+        gathered.append(rows.numel() * rows.element_size())
+        return rows
+
+    monkeypatch.setattr(eager, "_gather", recording)
+    k, v, batch = make_batch(q_lens, [133, 200, 150, 101])
+    assert_rows_agree(torch.randn(sum(q_lens), 4, 16), k, v, batch, scale=0.3, logit_cap=logit_cap)
+    assert max(gathered) <= 16 << 10
+
+
+def test_a_captured_batch_is_read_anew_at_every_call() -> None:
+    k, v, batch = make_batch([1, 1], [40, 9], captured=True)
+    q = torch.randn(2, 4, 16)
+    before, _ = paged_attention(q, k, v, batch, scale=0.3)
+    batch.seq_lens_B.copy_(torch.tensor([9, 5]))
+    after, _ = paged_attention(q, k, v, batch, scale=0.3)
+    assert not torch.equal(before, after)
+    assert_rows_agree(q, k, v, batch, scale=0.3)
+
+
+def test_an_eager_batch_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[int] = []
+    plan = eager.cut_into_tiles
+    monkeypatch.setattr(eager, "cut_into_tiles", lambda *args, **kwargs: plans.append(1) or plan(*args, **kwargs))
+    k, v, batch = make_batch([1, 1], [40, 9])
+    for _layer in range(3):
+        paged_attention(torch.randn(2, 4, 16), k, v, batch, scale=0.3)
+    assert len(plans) == 1
+
+
+PROBLEM = PagedAttentionProblem(
+    arch="cpu",
+    phase="decode",
+    captured=False,
+    q_dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    num_q_heads=8,
+    num_kv_heads=2,
+    qk_head_dim=64,
+    v_head_dim=64,
+    page_size=1,
+    window=NO_WINDOW,
+    logit_cap=0.0,
+    return_lse=False,
+)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {},
+        {"phase": "extend", "captured": True, "page_size": 1024},
+        {"q_dtype": torch.float32, "kv_dtype": torch.float8_e4m3fn},
+        {"q_dtype": torch.float16, "kv_dtype": torch.float8_e4m3fnuz, "return_lse": True},
+        {"num_q_heads": 5, "num_kv_heads": 5, "v_head_dim": 32, "window": 128, "logit_cap": 30.0},
+    ],
+)
+def test_cells_that_a_cpu_has_to_serve(cell: dict[str, Any]) -> None:
+    assert TABLE.choose(dataclasses.replace(PROBLEM, **cell)).name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ({"arch": "gfx942"}, "runs on gfx942 only when forced by name: it is PyTorch for CPUs"),
+        (
+            {"arch": "sm90", "captured": True},
+            "reads lengths on the host, which a graph captured on sm90 cannot repeat",
+        ),
+        ({"q_dtype": torch.float8_e4m3fn}, "queries of torch.float8_e4m3fn: takes float32, bfloat16, float16"),
+        (
+            {"kv_dtype": torch.float8_e5m2},
+            "KV cache of torch.float8_e5m2: takes float32, bfloat16, float16, float8_e4m3",
+        ),
+        ({"num_kv_heads": 3}, "8 query heads do not divide over 3 KV heads"),
+        ({"arch": "gfx942"}, "runs only when forced by name: it is the slow definition"),
+    ],
+)
+def test_every_reason(cell: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NoKernelError) as error:
+        TABLE.choose(dataclasses.replace(PROBLEM, **cell))
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("row", ["eager", "reference"])
+def test_an_accelerator_runs_the_pytorch_rows_when_they_are_forced(row: str) -> None:
+    assert TABLE.choose(dataclasses.replace(PROBLEM, arch="gfx942", forced=row), row).name == row
