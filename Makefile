@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 HOST ?= 0.5.17
-PYTEST = $(BIN)/python -m pytest -q
 
 .PHONY: demo test test-all lint unit e2e host install clean
 
@@ -15,7 +14,7 @@ test: install
 	$(BIN)/python tests/parts.py lint unit e2e host:$(HOST)
 
 test-all: install
-	$(BIN)/python tests/parts.py lint unit e2e e2e-slow host:0.5.17 host:0.5.21
+	$(BIN)/python tests/parts.py lint unit e2e slow host:0.5.17 host:0.5.21
 
 lint unit e2e: install
 	$(BIN)/python tests/parts.py $@

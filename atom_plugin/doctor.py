@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from atom_plugin import device, host, platform, register, settings
-from atom_plugin.resolve import CLASSES
+from atom_plugin import host, settings
 
+NOT_INSTALLED = "not installed"
 PACKAGES = ("sglang", "transformers", "torch", "triton", "amd-aiter")
 ENTRY_POINTS = {
-    "sglang.srt.plugins": (register.NAME, "atom_plugin.register:register"),
-    "sglang.srt.platforms": (platform.NAME, platform.ENTRY_POINT),
+    "sglang.srt.plugins": ("atom", "atom_plugin.register:register"),
+    "sglang.srt.platforms": ("atom_cpu", "atom_plugin.platform:activate"),
 }
 
 
@@ -30,9 +29,10 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return every finding, in the order in which a launch would meet them."""
-    checks: tuple[Callable[[], list[Finding]], ...] = (_versions, _entry_points, _machine, _settings, _registration)
-    return [finding for check in checks for finding in check()]
+    """Return every finding, in the order in which a launch would meet them; without SGLang and torch, what is left."""
+    findings = [*_versions(), *_entry_points(), *_settings()]
+    missing = {finding.name for finding in findings if finding.found == NOT_INSTALLED}
+    return findings if missing & {"sglang", "torch"} else [*findings, *_machine(), *_registration()]
 
 
 def report(findings: list[Finding], *, as_json: bool) -> str:
@@ -54,10 +54,10 @@ def _versions() -> list[Finding]:
             found.append(Finding(package, metadata.version(package)))
         except metadata.PackageNotFoundError:
             needed = package in ("sglang", "torch", "transformers")
-            found.append(Finding(package, "not installed", "pip install 'atom-plugin[sglang]'" if needed else ""))
-    versions = {finding.name: finding.found for finding in found}
-    if not SpecifierSet(host.SUPPORTED_SGLANG).contains(versions["sglang"], prereleases=True):
-        found.append(Finding("SGLang range", versions["sglang"], f"install SGLang {host.SUPPORTED_SGLANG}"))
+            found.append(Finding(package, NOT_INSTALLED, "pip install 'atom-plugin[sglang]'" if needed else ""))
+    sglang = found[0].found
+    if sglang != NOT_INSTALLED and not SpecifierSet(host.SUPPORTED_SGLANG).contains(sglang, prereleases=True):
+        found.append(Finding("SGLang range", sglang, f"install SGLang {host.SUPPORTED_SGLANG}"))
     return found
 
 
@@ -75,6 +75,8 @@ def _entry_points() -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
+    from atom_plugin import device, platform
+
     return [
         Finding("device", device.arch()),
         Finding("CPU platform", platform.why_inactive() or "serves here: no accelerator was found"),
@@ -89,18 +91,30 @@ def _settings() -> list[Finding]:
         except ValueError as error:
             found.append(Finding(setting.name, str(error), "correct or unset it"))
     listed = os.environ.get("SGLANG_PLUGINS", "")
-    left_out = [name for name in (register.NAME, platform.NAME) if listed and name not in listed.split(",")]
-    if left_out:
-        found.append(Finding("SGLANG_PLUGINS", listed, f"unset it, or add {','.join(left_out)}"))
+    if listed and "atom" not in {name.strip() for name in listed.split(",")}:
+        found.append(Finding("SGLANG_PLUGINS", listed, "add atom or unset it: SGLang serves its own model otherwise"))
+    selected = os.environ.get("SGLANG_PLATFORM", "")
+    if selected not in ("", "atom_cpu"):
+        found.append(
+            Finding(
+                "SGLANG_PLATFORM",
+                selected,
+                "unset it: SGLang then leaves out all of atom-plugin, which brings atom_cpu",
+            )
+        )
     return found
 
 
 def _registration() -> list[Finding]:
-    from atom_plugin import hooks
+    from atom_plugin import hooks, register
+    from atom_plugin.resolve import CLASSES
 
-    if not register.complete:
-        register.register()
-    register.prepare_serving()
+    try:
+        if not register.complete:
+            register.register()
+        register.prepare_serving()
+    except (hooks.HookError, ImportError, AttributeError) as error:
+        return [Finding("registration", str(error), f"use SGLang {host.SUPPORTED_SGLANG}")]
     found = [
         Finding(f"hook {row.target}", row.kind, "" if hooks.is_applied(row) else "another plugin took it off again")
         for row in hooks.installed()

@@ -25,7 +25,8 @@ class Hook:
     """One row of the ledger.
 
     ``hook`` follows SGLang's HookRegistry: around ``(original, *args, **kwargs)``, after ``(result, *args, **kwargs)``,
-    replace ``(*args, **kwargs)``. ``versions`` is the SGLang range that needs it; outside of it the row is skipped.
+    replace ``(*args, **kwargs)``. ``versions``: the SGLang range that needs the row, "" for all; it is skipped
+    outside.
     """
 
     target: str
@@ -34,7 +35,7 @@ class Hook:
     why: str
     upstream: str
     remove_when: str
-    versions: str = ">=0.5.17"
+    versions: str = ""
 
     def applies(self) -> bool:
         """Return whether the SGLang that is here needs this row."""

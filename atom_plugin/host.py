@@ -75,20 +75,46 @@ def num_real_tokens(forward_batch: Any) -> int | None:
     return forward_batch.num_token_non_padded_cpu
 
 
+#: The flags that can name us, and whether SGLang resolves them.
+NAMING_FLAGS = (
+    "model_impl",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
+
+def raw_flag(server_args: Any, field: str) -> Any:
+    """Return what the user gave for ``field``, None also where this SGLang has no such flag."""
+    return getattr(server_args, field, None)
+
+
+def asks_in_so_many_words(server_args: Any, name: str) -> list[str]:
+    """Return the flags with which the user names us, before any resolution; needs nothing of SGLang's."""
+    return [as_option(field, name) for field in NAMING_FLAGS if raw_flag(server_args, field) == name]
+
+
 def asks_for(server_args: Any, name: str) -> list[str]:
-    """Return the flags of a resolved launch that name us, as a user would write them; empty when none does."""
+    """Return the flags of a launch that name us, given or resolved, as a user would write them; or an empty list."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     cfg = resolved(server_args)
     prefill, decode = attention_backends_of(cfg)
     flags = {
-        "--model-impl": cfg.model_impl,
-        "--prefill-attention-backend": prefill,
-        "--decode-attention-backend": decode,
+        "model_impl": cfg.model_impl,
+        "speculative_draft_attention_backend": cfg.speculative_draft_attention_backend,
     }
     if prefill == decode:
-        flags = {"--model-impl": cfg.model_impl, "--attention-backend": prefill}
-    return [f"{flag} {name}" for flag, value in flags.items() if value == name]
+        flags["attention_backend"] = prefill
+    else:
+        flags |= {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    return [as_option(field, name) for field, value in flags.items() if value == name]
+
+
+def as_option(field: str, value: Any) -> str:
+    """Return a flag as it is written on the command line."""
+    return f"--{field.replace('_', '-')} {value}"
 
 
 def resolved(server_args: Any) -> Any:
@@ -167,11 +193,6 @@ def refuse_tree_verify(spec_info: Any) -> None:
         f"the atom attention backend verifies EAGLE chains only: {draft} may be a tree, whose custom_mask it would "
         f"ignore. Use --speculative-eagle-topk 1, or another --attention-backend."
     )
-
-
-def flag_value(cfg: Any, field: str) -> Any:
-    """Return a server flag of a ``resolved`` view; AttributeError when this SGLang has no such flag."""
-    return getattr(cfg, field)
 
 
 def uses_mla(model_config: Any) -> bool:

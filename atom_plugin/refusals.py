@@ -3,68 +3,70 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atom_plugin import device, host, platform
-from atom_plugin.attention.limits import why_not_backend
+from atom_plugin.attention.kv_layout import pool_dtype_of
+from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
 from atom_plugin.configs import ConfigError, Qwen3MoeSpec, Qwen3Spec, load_spec
 from atom_plugin.configs.load import raw_config
 from atom_plugin.register import NAME, LaunchRefused
 from atom_plugin.resolve import class_of
 
+MODEL: tuple[str, ...] = ("model",)
+BACKEND: tuple[str, ...] = ("backend",)
+EITHER = (*MODEL, *BACKEND)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A server flag of which we serve only some values. ``part`` is what of ours cannot: the model or the backend."""
+    """A server flag of which we serve only some values. ``parts``: which of ours cannot serve the others."""
 
     field: str
     served: tuple[Any, ...]
-    part: str
+    parts: tuple[str, ...]
     why: str
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag(field="speculative_algorithm", served=(None,), part="backend", why="speculation is not tested end to end yet"),
+    Flag(field="speculative_algorithm", served=(None,), parts=EITHER, why="speculation is not tested end to end yet"),
     Flag(
-        field="dcp_size", served=(1,), part="backend", why="decode context parallelism needs partial attention outputs"
+        field="disaggregation_mode", served=("null",), parts=EITHER, why="disaggregation is not tested end to end yet"
     ),
-    Flag(field="attn_cp_size", served=(1,), part="backend", why="prefill context parallelism splits the queries"),
-    Flag(field="enable_unified_memory", served=(False,), part="backend", why="its KV slots are not plain token slots"),
-    Flag(field="enable_deterministic_inference", served=(False,), part="backend", why="batch invariance is not tested"),
-    Flag(
-        field="enable_two_batch_overlap", served=(False,), part="backend", why="two batches share one metadata object"
-    ),
-    Flag(field="enable_pdmux", served=(False,), part="backend", why="it runs one backend object on several streams"),
-    Flag(
-        field="prefill_only_disable_kv_cache",
-        served=(False,),
-        part="backend",
-        why="attention reads K and V from the cache",
-    ),
-    Flag(field="dllm_algorithm", served=(None,), part="backend", why="diffusion decoding is not causal"),
-    Flag(field="enable_hisparse", served=(False,), part="backend", why="sparse KV selection is not built"),
-    Flag(
-        field="disaggregation_mode", served=("null",), part="backend", why="disaggregation is not tested end to end yet"
-    ),
-    Flag(field="pp_size", served=(1,), part="model", why="the models are not split into pipeline stages"),
-    Flag(field="moe_dp_size", served=(1,), part="model", why="experts are split over the TP group only"),
-    Flag(field="moe_a2a_backend", served=("none",), part="model", why="tokens reach experts by gather and all-reduce"),
-    Flag(field="enable_eplb", served=(False,), part="model", why="experts stay where the checkpoint numbers them"),
-    Flag(field="ep_num_redundant_experts", served=(0,), part="model", why="no expert is held twice"),
-    Flag(field="init_expert_location", served=("trivial",), part="model", why="experts stay where they are numbered"),
-    Flag(field="elastic_ep_backend", served=(None,), part="model", why="the expert ranks are fixed at launch"),
-    Flag(field="enable_single_batch_overlap", served=(False,), part="model", why="needs SGLang's own MoE block"),
-    Flag(field="enable_lora", served=(None, False), part="model", why="LoRA is not tested on our modules"),
-    Flag(field="lora_paths", served=(None, [], {}), part="model", why="LoRA is not tested on our modules"),
-    Flag(field="kt_weight_path", served=(None,), part="model", why="KTransformers experts are not built"),
-    Flag(field="cpu_offload_gb", served=(0,), part="model", why="offloading is not tested on our modules"),
-    Flag(field="enable_torch_compile", served=(False,), part="model", why="compilation is not tested on our modules"),
-    Flag(field="is_embedding", served=(False,), part="model", why="the models end in a language-model head"),
-    Flag(field="use_ray", served=(False,), part="model", why="Ray workers do not load SGLang's plugins"),
-    Flag(field="rl_on_policy_target", served=(None,), part="model", why="needs SGLang's own layers bit for bit"),
-    Flag(field="moe_dense_tp_size", served=(None,), part="model", why="dense layers are split over the whole TP group"),
+    Flag(field="dcp_size", served=(1,), parts=EITHER, why="a request's KV cache is on one rank"),
+    Flag(field="attn_cp_size", served=(1,), parts=EITHER, why="a request's queries are on one rank"),
+    Flag(field="enable_deterministic_inference", served=(False,), parts=EITHER, why="batch invariance is not tested"),
+    Flag(field="enable_two_batch_overlap", served=(False,), parts=EITHER, why="two batches would share one metadata"),
+    Flag(field="enable_pdmux", served=(False,), parts=EITHER, why="it runs one backend object on several streams"),
+    Flag(field="dllm_algorithm", served=(None,), parts=EITHER, why="diffusion decoding is not causal"),
+    Flag(field="enable_hisparse", served=(False,), parts=EITHER, why="sparse KV selection is not built"),
+    Flag(field="quantization_param_path", served=(None,), parts=EITHER, why="KV scales come with the checkpoint"),
+    Flag(field="enable_unified_memory", served=(False,), parts=BACKEND, why="its KV slots are not plain token slots"),
+    Flag(field="prefill_only_disable_kv_cache", served=(False,), parts=BACKEND, why="keys are read from the cache"),
+    Flag(field="load_format", served=("auto", "safetensors", "dummy"), parts=MODEL, why="others are not tested"),
+    Flag(field="custom_weight_loader", served=(None, []), parts=MODEL, why="weights are checked by our table"),
+    Flag(field="pp_size", served=(1,), parts=MODEL, why="the models are not split into pipeline stages"),
+    Flag(field="moe_dp_size", served=(1,), parts=MODEL, why="experts are split over the TP group only"),
+    Flag(field="moe_a2a_backend", served=("none",), parts=MODEL, why="tokens reach experts by gather and all-reduce"),
+    Flag(field="enable_eplb", served=(False,), parts=MODEL, why="experts stay where the checkpoint numbers them"),
+    Flag(field="ep_num_redundant_experts", served=(0,), parts=MODEL, why="no expert is held twice"),
+    Flag(field="init_expert_location", served=("trivial",), parts=MODEL, why="experts stay where they are numbered"),
+    Flag(field="expert_distribution_recorder_mode", served=(None,), parts=MODEL, why="routing is not recorded"),
+    Flag(field="elastic_ep_backend", served=(None,), parts=MODEL, why="the expert ranks are fixed at launch"),
+    Flag(field="enable_single_batch_overlap", served=(False,), parts=MODEL, why="needs SGLang's own MoE block"),
+    Flag(field="enable_dp_lm_head", served=(False,), parts=MODEL, why="it is not tested on our head"),
+    Flag(field="moe_dense_tp_size", served=(None,), parts=MODEL, why="dense layers are split over the whole TP group"),
+    Flag(field="enable_lora", served=(None, False), parts=MODEL, why="LoRA is not tested on our modules"),
+    Flag(field="lora_paths", served=(None, [], {}), parts=MODEL, why="LoRA is not tested on our modules"),
+    Flag(field="kt_weight_path", served=(None,), parts=MODEL, why="KTransformers experts are not built"),
+    Flag(field="cpu_offload_gb", served=(0,), parts=MODEL, why="offloading is not tested on our modules"),
+    Flag(field="enable_torch_compile", served=(False,), parts=MODEL, why="compilation is not tested on our modules"),
+    Flag(field="is_embedding", served=(False,), parts=MODEL, why="the models end in a language-model head"),
+    Flag(field="use_ray", served=(False,), parts=MODEL, why="Ray workers do not load SGLang's plugins"),
+    Flag(field="rl_on_policy_target", served=(None,), parts=MODEL, why="needs SGLang's own layers bit for bit"),
 )
 
 
@@ -75,10 +77,12 @@ def refuse_launch(server_args: Any) -> None:
     """
     asked = host.asks_for(server_args, NAME)
     cfg = host.resolved(server_args)
-    reasons = flag_problems(cfg, "backend") if any("backend" in flag for flag in asked) else []
-    if cfg.model_impl == NAME:
-        reasons += flag_problems(cfg, "model") + model_problems(server_args)
-    if any("backend" in flag for flag in asked):
+    uses_model, uses_backend = cfg.model_impl == NAME, any("backend" in flag for flag in asked)
+    parts = [part for part, used in (("model", uses_model), ("backend", uses_backend)) if used]
+    reasons = flag_problems(cfg, parts)
+    if uses_model:
+        reasons += model_problems(server_args)
+    if uses_backend:
         reasons += backend_problems(server_args)
     reasons += platform.why_not_device(cfg.device)
     if reasons:
@@ -89,15 +93,16 @@ def refuse_launch(server_args: Any) -> None:
         )
 
 
-def flag_problems(cfg: Any, part: str) -> list[str]:
-    """Return a reason for each flag of ``part`` whose value we do not serve."""
+def flag_problems(cfg: Any, parts: Sequence[str]) -> list[str]:
+    """Return a reason for each flag whose value one of ``parts`` ("model", "backend") does not serve."""
     problems = []
     for flag in FLAGS:
-        value = host.flag_value(cfg, flag.field) if flag.part == part else None
-        if flag.part == part and value not in flag.served:
-            option = "--" + flag.field.replace("_", "-")
+        concerned = [part for part in flag.parts if part in parts]
+        value = getattr(cfg, flag.field) if concerned else None
+        if concerned and value not in flag.served:
             served = " or ".join(map(str, flag.served))
-            problems.append(f"{option} {value}: the atom {part} serves only {served} ({flag.why})")
+            who = " and ".join(concerned)
+            problems.append(f"{host.as_option(flag.field, value)}: the atom {who} serves only {served} ({flag.why})")
     return problems
 
 
@@ -167,13 +172,30 @@ def size_problems(server_args: Any, spec: Qwen3Spec) -> list[str]:
 
 
 def backend_problems(server_args: Any) -> list[str]:
-    """Return the reasons against our attention backend."""
+    """Return the reasons against our attention backend, those of every kernel row included."""
     cfg = host.resolved(server_args)
     model_config = host.model_config(server_args)
-    return why_not_backend(
+    problems = why_not_backend(
         kv_cache_dtype=cfg.kv_cache_dtype,
         page_size=cfg.page_size,
         use_mla=host.uses_mla(model_config),
         is_encoder_decoder=model_config.is_encoder_decoder,
         is_hybrid_swa=model_config.is_hybrid_swa and not cfg.disable_hybrid_swa_memory,
+    )
+    if problems:
+        return problems
+    attention_tp = cfg.tp_size // host.attention_dp_size(server_args)
+    outline = LayerOutline(
+        tp_q_head_num=max(1, model_config.num_attention_heads // attention_tp),
+        tp_k_head_num=model_config.get_num_kv_heads(attention_tp),
+        qk_head_dim=model_config.head_dim,
+        v_head_dim=model_config.v_head_dim,
+        fused=cfg.model_impl == NAME,
+    )
+    return why_no_row(
+        outline,
+        arch=device.arch(),
+        q_dtype=model_config.dtype,
+        pool_dtype=pool_dtype_of(cfg.kv_cache_dtype, model_config.dtype, fnuz=device.fp8_is_fnuz()),
+        page_size=cfg.page_size,
     )

@@ -40,7 +40,10 @@ class LaunchRefused(SystemExit, ValueError):
 
 
 def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
-    asked = host.asks_for(server_args, NAME)
+    impl = host.raw_flag(server_args, "model_impl")
+    if impl != NAME and str(impl).lower() == NAME:
+        raise LaunchRefused(f"--model-impl {impl}: SGLang would take it for a name of its own; write {NAME}")
+    asked = host.asks_for(server_args, NAME) if complete else host.asks_in_so_many_words(server_args, NAME)
     if asked:
         if not complete:
             raise LaunchRefused(
@@ -57,9 +60,11 @@ def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
 def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> Any:
     if model_config.model_impl != NAME:
         return original(model_config)
-    from atom_plugin.resolve import get_model_architecture
+    if not complete:
+        raise LaunchRefused("--model-impl atom: atom-plugin failed to load in this process; the reason is logged above")
+    from atom_plugin.resolve import our_model_architecture
 
-    return get_model_architecture(original, model_config)
+    return our_model_architecture(model_config)
 
 
 GATE = Hook(
@@ -85,13 +90,15 @@ def register() -> None:
     global loaded, complete
     loaded = True
     try:
-        install([GATE, platform.DEVICE])
+        install([GATE])
     except HookError as error:
-        if NAME in sys.argv:
+        if any(argument == NAME or argument.endswith(f"={NAME}") for argument in sys.argv):
             raise SystemExit(f"{error} Launch without atom, or with a supported SGLang.") from error
+        install([MODEL])  # without the gate it refuses atom where the model is looked up, --config and Engine included
         raise
     if not SpecifierSet(host.SUPPORTED_SGLANG).contains(host.sglang_version(), prereleases=True):
         raise HookError(f"atom-plugin supports SGLang {host.SUPPORTED_SGLANG}, this is {host.sglang_version()}")
+    install([platform.DEVICE])
     if BUILDS_MODELS & sys.modules.keys():
         prepare_serving()
     host.add_attention_backend_choice(NAME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,8 +14,6 @@ from atom_plugin.configs.fields import Fields
 from atom_plugin.configs.load import family_of
 
 logger = logging.getLogger(__name__)
-
-IMPL = "atom"
 
 CLASSES: dict[tuple[str, str], str] = {
     ("Qwen3ForCausalLM", "qwen3"): "atom_plugin.models.qwen3:Qwen3ForCausalLM",
@@ -35,13 +32,12 @@ def class_of(hf_config: Any) -> tuple[Any, str]:
     return pkgutil.resolve_name(CLASSES[family]), family[0]
 
 
-def get_model_architecture(original: Callable[..., Any], model_config: Any) -> tuple[type[nn.Module], str]:
-    """Stand around SGLang's function of that name: our class under `--model-impl atom`, its own answer otherwise.
+def our_model_architecture(model_config: Any) -> tuple[type[nn.Module], str]:
+    """Return what SGLang's get_model_architecture returns, for a launch with `--model-impl atom`.
 
-    SGLang tells implementations apart by the prefix of the resolved name, so the architecture keeps its own.
+    SGLang tells implementations apart by the prefix of the resolved name, so the architecture keeps its own. Raises
+    ValueError for a draft model and ConfigError for an architecture that we do not have.
     """
-    if model_config.model_impl != IMPL:
-        return original(model_config)
     if model_config.is_draft_model:
         raise ValueError("--model-impl atom does not serve draft models; drop the --speculative-* flags")
     model_class, architecture = class_of(model_config.hf_config)

@@ -173,14 +173,14 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
     seen: dict[str, Shape] = {}
     filled: set[str] = set()
     heads: dict[str, torch.Tensor] = {}
+    scales: dict[tuple[str, str], dict[str, float]] = {}
     for name, tensor in weights:
         _refuse(_problems_of_one(table, name, tuple(tensor.shape), seen))
         seen[name] = tuple(tensor.shape)
         if name in (EMBEDDING, HEAD):
             heads[name] = tensor
         if name in table.kv_scales:
-            layer, part = table.kv_scales[name]
-            set_kv_scale(model.get_submodule(layer), part, float(tensor))
+            scales.setdefault(table.kv_scales[name], {})[name] = float(tensor)
             continue
         for entry_name, part_of_it in table.stacked[name].split(tensor) if name in table.stacked else [(name, tensor)]:
             for target in table.entries[entry_name].into:
@@ -191,10 +191,36 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
     _refuse(table.problems(seen))
     if table.tied_head and HEAD in heads and not torch.equal(heads[HEAD], heads[EMBEDDING]):
         _refuse([f"{HEAD} differs from {EMBEDDING}, but the config says tie_word_embeddings"])
+    _refuse(kv_scale_problems(model, table, scales))
+    for (layer, part), values in scales.items():
+        set_kv_scale(model.get_submodule(layer), part, next(iter(values.values())))
     unfilled = sorted(params.keys() - filled)
     _refuse(
         [f"{len(unfilled)} parameters that no row of the weight table fills: {_some(unfilled)}"] if unfilled else []
     )
+
+
+def kv_scale_problems(
+    model: nn.Module, table: CheckpointTable, scales: dict[tuple[str, str], dict[str, float]]
+) -> list[str]:
+    """Return what is wrong with the KV scales of a checkpoint: (layer, "k" or "v") -> values by tensor name.
+
+    They come for every layer and both parts or not at all, two spellings agree, and a later load of a model that serves
+    keeps them: what lies in its cache was written with the first ones.
+    """
+    if not scales:
+        return []
+    wanted = set(table.kv_scales.values())
+    missing = sorted(f"{part}_scale of {layer}" for layer, part in wanted - scales.keys())
+    problems = [f"KV scales for some layers only; missing: {_some(missing)}"] if missing else []
+    for (layer, part), values in scales.items():
+        if len(set(values.values())) > 1:
+            problems.append(f"{part}_scale of {layer} is given as {values}")
+        factor = 2.0 if device.fp8_is_fnuz() else 1.0
+        first = vars(model.get_submodule(layer)).get(f"{part}_scale_float")
+        if first is not None and first != factor * next(iter(values.values())):
+            problems.append(f"{part}_scale of {layer} was {first} when the cache was written; restart to change it")
+    return problems
 
 
 def set_kv_scale(layer: nn.Module, part: str, scale: float) -> None:

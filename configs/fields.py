@@ -108,6 +108,16 @@ class Fields:
         """Return ``name``, or ``value`` when absent: only where published configs leave it out with that meaning."""
         return self.require(name, type(value)) if self.has(name) else value
 
+    def reads(self, *names: str) -> None:
+        """Count ``names`` as known: fields that are allowed and that do not change the forward pass."""
+        self._known.update(names)
+
+    def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise ConfigError for a field of ``neutral`` whose value is not one of its neutral ones."""
+        for name, values in neutral.items():
+            if self._values.get(name) not in values:
+                raise self.error(name, "our model does not compute this; drop `--model-impl atom`")
+
     def optional(self, name: str) -> Any:
         """Return the raw value of ``name`` or None; only for fields whose absence has a defined meaning."""
         self._known.add(name)

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from atom_plugin.configs.fields import Fields
 from atom_plugin.configs.quantization import BlockFp8, read_quantization
 from atom_plugin.configs.rope import RopeSpec, read_rope
+
+#: Fields that change the forward pass of models like these and that ours does not compute: name -> neutral values.
+FIELDS_OF_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None, 0, 0.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "logit_scale": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "attention_multiplier": (None,),
+    "mlp_bias": (None, False),
+    "scoring_func": (None, "softmax"),
+    "routed_scaling_factor": (None, 1.0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+    "kv_lora_rank": (None,),
+    "full_attention_interval": (None, 1),
+    "attention_sinks": (None, False),
+    "num_nextn_predict_layers": (None, 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +62,27 @@ class Qwen3MoeSpec(Qwen3Spec):
     dense_layers: frozenset[int]
 
 
-def _common(fields: Fields) -> dict[str, object]:
+def _common(fields: Fields, *, head_dim_may_be_absent: bool) -> dict[str, object]:
     heads = fields.positive("num_attention_heads", int)
     hidden = fields.positive("hidden_size", int)
     kv_heads = fields.positive("num_key_value_heads", int)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
-    if fields.has("head_dim"):
+    if fields.has("head_dim") or not head_dim_may_be_absent:
         head_dim = fields.positive("head_dim", int)
     elif hidden % heads:
         raise fields.error(
             "head_dim", f"it is required: hidden_size {hidden} / num_attention_heads {heads} is no integer"
         )
     else:
-        # absent means hidden_size / num_attention_heads in configs from before the field (transformers' own rule)
+        # transformers' rule for qwen3_moe; for qwen3 its class has a default of 128, so there it has to be stated
         head_dim = hidden // heads
     fields.only("hidden_act", ("silu",))
     fields.only("use_sliding_window", (None, False))
-    fields.only("sliding_window", (None,)) if fields.optional("use_sliding_window") is None else fields.has(
-        "sliding_window"
-    )
-    fields.has("max_window_layers")
+    if fields.optional("use_sliding_window") is None:  # else the flag decides, and files carry an unused width
+        fields.only("sliding_window", (None,))
+    fields.reads("sliding_window", "max_window_layers")
+    fields.refuse(FIELDS_OF_OTHER_MODELS)
     types = fields.optional("layer_types")
     if types is not None and set(types) != {"full_attention"}:
         raise fields.error("layer_types", "accepted: full_attention in every layer")
@@ -83,14 +106,14 @@ def _common(fields: Fields) -> dict[str, object]:
 
 def read_qwen3(fields: Fields) -> Qwen3Spec:
     """Return the spec of a dense Qwen3; raise ConfigError for the first field that we cannot take."""
-    values = _common(fields)
+    values = _common(fields, head_dim_may_be_absent=False)
     fields.refuse_misspellings()
     return Qwen3Spec(**values)  # type: ignore[arg-type]
 
 
 def read_qwen3_moe(fields: Fields) -> Qwen3MoeSpec:
     """Return the spec of a Qwen3-MoE; raise ConfigError for the first field that we cannot take."""
-    values = _common(fields)
+    values = _common(fields, head_dim_may_be_absent=True)
     layers = fields.require("num_hidden_layers", int)
     experts = fields.one_of(("num_experts", "num_local_experts", "n_routed_experts"), int)
     top_k = fields.positive("num_experts_per_tok", int)
@@ -100,8 +123,7 @@ def read_qwen3_moe(fields: Fields) -> Qwen3MoeSpec:
     listed = fields.optional("mlp_only_layers") or []
     if not all(type(index) is int and 0 <= index < layers for index in listed):
         raise fields.error("mlp_only_layers", f"layer indices below {layers} are required")
-    for name in ("output_router_logits", "router_aux_loss_coef"):
-        fields.has(name)
+    fields.reads("output_router_logits", "router_aux_loss_coef")
     spec = Qwen3MoeSpec(
         **values,  # type: ignore[arg-type]
         num_experts=experts,

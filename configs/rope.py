@@ -14,8 +14,9 @@ SCALING_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-YARN_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-#: Written by transformers beside any rope type; each is read elsewhere or only bounds a cache.
+# not attention_factor: SGLang reads another name for another quantity and would drop it
+YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+#: Written by transformers beside any rope type.
 ALWAYS_ALLOWED = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings")
 
 
@@ -45,7 +46,10 @@ def read_rope(fields: Fields) -> RopeSpec:
     rope_type = _rope_type(fields, parameters)
     allowed = {*SCALING_FIELDS[rope_type], *ALWAYS_ALLOWED, *(YARN_OPTIONAL if rope_type == "yarn" else ())}
     name = "rope_parameters" if new else "rope_scaling"
-    unknown = sorted(parameters.keys() - allowed)
+    fields.only("partial_rotary_factor", (None, 1.0))
+    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+        raise fields.error(name, "partial_rotary_factor: accepted is 1.0, all of a head turns")
+    unknown = sorted(key for key in parameters.keys() - allowed if parameters[key] is not None)
     missing = [key for key in SCALING_FIELDS[rope_type] if parameters.get(key) is None]
     if unknown or missing:
         raise fields.error(

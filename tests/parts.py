@@ -1,7 +1,7 @@
 """The parts of `make test`: runs each named part, prints its minutes, and what did not run and why.
 
-Parts: lint, unit (no server), e2e (real servers), e2e-slow, host:VERSION (kits, backend tests and one server on another
-SGLang, from its wheel unpacked into .cache/ and put on the path in front of the installed one).
+Parts: lint, unit (no server), e2e (real servers), slow (more ranks than cores), host:VERSION (kits, backend tests and
+one server on another SGLang, from its wheel unpacked into .cache/ and put on the path in front of the installed one).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def part(name: str) -> int:
         "lint": lint,
         "unit": lambda: pytest("tests", "-m", f"{not_here} and not e2e and not slow"),
         "e2e": lambda: pytest("tests", "-m", f"{not_here} and e2e and not slow"),
-        "e2e-slow": lambda: pytest("tests", "-m", f"{not_here} and slow"),
+        "slow": lambda: pytest("tests", "-m", f"{not_here} and slow"),
     }[name]()
 
 
@@ -89,6 +89,19 @@ def install_minutes() -> list[tuple[str, str, float]]:
         return []
     began, ended = (int((venv / name).read_text()) for name in ("install-began", "installed"))
     return [("install", "ok (when it was made)", (ended - began) / 60)]
+
+
+def left_out(names: list[str]) -> list[tuple[str, int, str]]:
+    """Return (marker, number of tests, reason) of what none of ``names`` ran."""
+    reasons = {"gpu": "they need an NVIDIA or AMD GPU", "rocm": "they need an AMD GPU with ROCm and AITER"}
+    if "slow" not in names:
+        reasons["slow"] = "`make test-all` runs them"
+    rows = []
+    for marker, why in reasons.items():
+        command = [sys.executable, "-m", "pytest", "tests", "-q", "--collect-only", "-m", marker]
+        listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout
+        rows.append((marker, sum("::" in line for line in listed.splitlines()), why))
+    return rows
 
 
 def main(names: list[str]) -> int:
@@ -103,7 +116,7 @@ def main(names: list[str]) -> int:
     print("\npart            minutes  outcome")
     for name, outcome, minutes in rows:
         print(f"{name:<15} {minutes:7.1f}  {outcome}")
-    print("not run here: tests marked gpu (no GPU is needed by any of the above) and rocm (needs an AMD GPU)")
+    print("not run: " + "; ".join(f"{count} tests marked {marker}: {why}" for marker, count, why in left_out(names)))
     return int(failed != 0)
 
 

@@ -171,6 +171,8 @@ class AtomAttentionBackend(AttentionBackend):
         """Norm, rotate and store what the call leaves to the backend; return q ready for attention."""
         layer, num_tokens = call.layer, q_THD.shape[0]
         if call.rope is None:
+            if (call.k is None) != (call.v is None):
+                raise ValueError(f"attention layer {layer.layer_id} got one of k and v: both, or neither, are stored")
             if call.stores and call.k is not None and call.v is not None:
                 self._store(call.k[:num_tokens], call.v[:num_tokens], call)
             return q_THD

@@ -25,6 +25,14 @@ def is_fp8_kv(kv_cache_dtype: str | torch.dtype | None) -> bool:
     return kv_cache_dtype in _ALL_FLOAT8
 
 
+def pool_dtype_of(kv_cache_dtype: str, model_dtype: torch.dtype, *, fnuz: bool) -> torch.dtype:
+    """Return what a pool of ``--kv-cache-dtype`` holds; ``fnuz``: FP8 e4m3 is the variant of MI300X here."""
+    if is_fp8_kv(kv_cache_dtype):
+        return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    named = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    return named.get(kv_cache_dtype, model_dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVScales:
     """What stored keys and values are multiplied with when read, and divided by when written; 1 in float pools."""

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from atom_plugin.attention.qk_norm_rope import QKNormRope
+from atom_plugin.attention.tables import LayerKernels
+from atom_plugin.dispatch import NoKernelError
 
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8", "fp8_e4m3")
 _WAY_OUT = "or another --attention-backend"
@@ -15,13 +22,11 @@ def why_not_backend(
     use_mla: bool,
     is_encoder_decoder: bool = False,
     is_hybrid_swa: bool = False,
-    speculative_eagle_topk: int | None = None,
-    dcp_size: int = 1,
 ) -> list[str]:
     """Return why ``--attention-backend atom`` cannot serve a launch with these resolved options; empty if it can.
 
     ``page_size``: tokens. ``use_mla``: the model's attention is MLA. ``is_hybrid_swa``: SGLang would give its
-    sliding-window layers a pool of their own. ``dcp_size``: ranks that share one request's KV cache.
+    sliding-window layers a pool of their own.
     """
     reasons = []
     if kv_cache_dtype not in _KV_CACHE_DTYPES:
@@ -34,11 +39,47 @@ def why_not_backend(
         reasons.append("the model has cross attention: drop --attention-backend atom")
     if is_hybrid_swa:
         reasons.append("the sliding-window layers have a KV pool of their own: use --disable-hybrid-swa-memory")
-    if speculative_eagle_topk is not None and speculative_eagle_topk > 1:
-        reasons.append(f"--speculative-eagle-topk {speculative_eagle_topk}: tree masks; use 1, {_WAY_OUT}")
-    if dcp_size > 1:
-        reasons.append(f"--dcp-size {dcp_size}: the KV cache of a request is on one rank only; use 1, {_WAY_OUT}")
     return reasons
+
+
+@dataclass(kw_only=True)
+class LayerOutline:
+    """What a launch knows of a RadixAttention before it is built, under RadixAttention's own names, heads of one rank.
+
+    ``fused``: the model hands norm and rope over.
+    """
+
+    tp_q_head_num: int
+    tp_k_head_num: int
+    qk_head_dim: int
+    v_head_dim: int
+    fused: bool
+    layer_id: int = 0
+    sliding_window_size: int = -1
+    logit_cap: float = 0.0
+    k_scale: None = None
+    v_scale: None = None
+    k_scale_float: None = None
+    v_scale_float: None = None
+    qk_norm_rope: QKNormRope | None = None
+
+    def __post_init__(self) -> None:
+        if self.fused:
+            self.qk_norm_rope = QKNormRope(
+                q_weight=None, k_weight=None, eps=0.0, rotary_dim=self.qk_head_dim, position_source="positions"
+            )
+
+
+def why_no_row(
+    outline: LayerOutline, *, arch: str, q_dtype: torch.dtype, pool_dtype: torch.dtype, page_size: int
+) -> list[str]:
+    """Return why a dispatch table has no row for layers of this outline, all rows' reasons in one; empty if it has."""
+    try:
+        kernels = LayerKernels(outline, arch=arch, q_dtype=q_dtype, pool_dtype=pool_dtype, page_size=page_size)
+        kernels.resolve(captured=False)
+    except (NoKernelError, ValueError) as error:
+        return [str(error)]
+    return []
 
 
 def why_not_layer(layer: Any) -> list[str]:

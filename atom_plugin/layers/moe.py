@@ -6,6 +6,7 @@ import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
 from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.moe.utils import RoutingMethodType
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
@@ -38,6 +39,8 @@ class SoftmaxRoutedExperts(nn.Module):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             quant_config=quant_config,
+            # runners that route by themselves go by this, and take DeepSeek's routing when it is not said
+            routing_method_type=RoutingMethodType.Renormalize if renormalize else RoutingMethodType.Default,
             prefix=f"{prefix}.experts",
         )
         host.bind_topk(self.topk, self.experts)

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from atom_plugin import device, host
 from atom_plugin.attention.kv_layout import KVScales, as_pages, is_fp8_kv, why_not_pool
-from atom_plugin.attention.limits import why_not_backend, why_not_layer
+from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend, why_not_layer
 from atom_plugin.dispatch import NoKernelError
 from tests.attention.world import Shape, World, make_layer
 
@@ -22,7 +22,6 @@ SERVED: dict[str, Any] = {"kv_cache_dtype": "auto", "page_size": 16, "use_mla": 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 1024])
 def test_launches_that_have_to_be_served(kv_cache_dtype: str, page_size: int) -> None:
     assert why_not_backend(**{**SERVED, "kv_cache_dtype": kv_cache_dtype, "page_size": page_size}) == []
-    assert why_not_backend(**SERVED, speculative_eagle_topk=1, dcp_size=1) == []
 
 
 @pytest.mark.parametrize(
@@ -38,11 +37,6 @@ def test_launches_that_have_to_be_served(kv_cache_dtype: str, page_size: int) ->
             {"is_hybrid_swa": True},
             "the sliding-window layers have a KV pool of their own: use --disable-hybrid-swa-memory",
         ),
-        (
-            {"speculative_eagle_topk": 4},
-            "--speculative-eagle-topk 4: tree masks; use 1, or another --attention-backend",
-        ),
-        ({"dcp_size": 2}, "--dcp-size 2: the KV cache of a request is on one rank only; use 1, or another"),
     ],
 )
 def test_every_launch_reason(flags: dict[str, Any], reason: str) -> None:
@@ -50,8 +44,17 @@ def test_every_launch_reason(flags: dict[str, Any], reason: str) -> None:
     assert len(reasons) == 1 and reasons[0].startswith(reason)
 
 
+def test_rows_are_asked_before_anything_is_built() -> None:
+    """On a GPU every row of every op refuses, and the message says why of each; on a CPU some row runs."""
+    outline = LayerOutline(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64, fused=True)
+    launch: dict[str, Any] = {"q_dtype": torch.bfloat16, "pool_dtype": torch.bfloat16, "page_size": 1}
+    assert why_no_row(outline, arch="cpu", **launch) == []
+    (reason,) = why_no_row(outline, arch="gfx942", **launch)
+    assert "eager" in reason and "reference" in reason and "gfx942" in reason
+
+
 def test_launch_reasons_come_all_at_once() -> None:
-    assert len(why_not_backend(kv_cache_dtype="fp8_e5m2", page_size=3, use_mla=True, dcp_size=2)) == 4
+    assert len(why_not_backend(kv_cache_dtype="fp8_e5m2", page_size=3, use_mla=True)) == 3
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,11 @@ def assert_serves_as_transformers(server: Server, checkpoint: str, count: int = 
 def assert_warm_equals_cold(server: Server, checkpoint: str) -> None:
     """Assert that suffixes after a cached prefix of 1, 63, 64, 65, 127 and 200 tokens have transformers' logprobs."""
     server.flush()
-    (whole,) = joined(checkpoint, (4,))
-    lengths = [length for length in (1, 63, 64, 65, 127, 200) if length < len(whole) - 2]
+    (whole,) = joined(checkpoint, (16 if server.ranks()[0]["page_size"] >= 1024 else 4,))
+    lengths = [length for length in (1, 63, 64, 65, 127, 200, 1023, 1024, 1025) if length < len(whole) - 2]
     expected = want(checkpoint, (whole,))[0]
     decode(server, (whole,), 1)  # fills the radix cache
-    cached = 0
+    page = server.ranks()[0]["page_size"]
     for length in lengths:
         answer = server.generate(
             input_ids=list(whole),
@@ -157,11 +157,9 @@ def assert_warm_equals_cold(server: Server, checkpoint: str) -> None:
             return_logprob=True,
             logprob_start_len=length,
         )
-        cached = max(cached, answer["meta_info"]["cached_tokens"])
+        assert answer["meta_info"]["cached_tokens"] == length // page * page, "not all whole pages came from the cache"
         got = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]][1:]
         assert_fp32(differences([got], [expected[length:]]), f"after a cached prefix of {length}")
-    page = server.ranks()[0]["page_size"]
-    assert cached >= min(lengths[-1] // page * page, 1), "no request hit the radix cache"
 
 
 def assert_serves_many_at_once(server: Server, checkpoint: str) -> None:

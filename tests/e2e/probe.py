@@ -39,6 +39,10 @@ def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         "page_size": runner.page_size,
         "kv_cache_dtype": str(runner.token_to_kv_pool.dtype),
         "platform": type(current_platform).__name__,
+        "kv_scales": [
+            (layer.self_attn.attn.k_scale_float, layer.self_attn.attn.v_scale_float)
+            for layer in runner.model.model.layers
+        ],
     }
     Path(os.environ["ATOM_TEST_PROBE"], f"rank{tp_rank}-{os.getpid()}.json").write_text(json.dumps(facts))
     if "ATOM_TEST_RECORD" in os.environ:

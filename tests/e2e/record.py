@@ -74,7 +74,7 @@ def start(runner: Any, folder: Path) -> None:
             slots = batch.out_cache_loc[: k.shape[0]]
             step.append(
                 {
-                    "mode": str(batch.forward_mode),
+                    "mode": batch.forward_mode.name,
                     "layer": layer.layer_id,
                     "kwargs": sorted(kwargs),
                     "raw_k": raw_k,

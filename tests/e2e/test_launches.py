@@ -129,7 +129,9 @@ def test_calibrated_fp8_cache(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     sequences = checks.solved("moe", 50)
     with serve(folder, *ATOM, "--kv-cache-dtype", "fp8_e4m3", folder=tmp_path / "run") as server:
-        assert server.ranks()[0]["kv_cache_dtype"] == "torch.float8_e4m3fn"
+        (rank,) = server.ranks()
+        assert rank["kv_cache_dtype"] == "torch.float8_e4m3fn"
+        assert rank["kv_scales"] == [[0.25, 0.0625]] * 4
         found = checks.prefill_differences(server, "moe", sequences)
     print(f"fp8 cache: {found}")
     assert 1e-4 < found.mean < 0.15, "an FP8 cache rounds, and no more than that"

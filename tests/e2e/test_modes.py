@@ -11,8 +11,6 @@ from server import serve
 
 CHECKPOINT = "moe"
 ATOM = ("--model-impl", "atom", "--dtype", "float32")
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-
 PAGES = {
     "page 16, chunked prefill 64": ("--page-size", "16", "--chunked-prefill-size", "64"),
     "page 64, mixed chunks of 64": ("--page-size", "64", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
@@ -27,6 +25,12 @@ RANKS = {
     "attention DP 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
     "attention DP 2, EP 2": ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
+FOUR_RANKS = {
+    "TP 4": ("--tp-size", "4"),
+    "attention DP 2 of TP 2, EP 2": (
+        "--tp-size", "4", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", PAGES.values(), ids=PAGES.keys())
@@ -34,8 +38,8 @@ def test_pages_and_chunks(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Every page size, chunked and mixed prefill, no radix cache, no overlap."""
     with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
         if "--disable-radix-cache" in flags:
-            sequences = checks.solved(CHECKPOINT, 24)
-            checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, sequences), "prefill")
+            for sequences in (checks.solved(CHECKPOINT, 24), checks.joined(CHECKPOINT, (3, 7, 5))):
+                checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, sequences), "prefill")
         else:
             checks.assert_serves_as_transformers(server, CHECKPOINT)
         checks.assert_serves_many_at_once(server, CHECKPOINT)
@@ -44,7 +48,7 @@ def test_pages_and_chunks(flags: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", RANKS.values(), ids=RANKS.keys())
 def test_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Tensor, expert and attention-data parallel over gloo."""
-    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path, env=TWO_RANKS) as server:
+    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
         assert [rank["model"] for rank in server.ranks()] == ["atom_plugin.models.qwen3_moe.Qwen3MoeForCausalLM"] * 2
         checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 24)), "prefill")
         checks.assert_fp32(
@@ -53,6 +57,16 @@ def test_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
         one = checks.fragments(CHECKPOINT, 1)
         checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, one, 8), "decode with an idle rank")
         checks.assert_serves_many_at_once(server, CHECKPOINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", FOUR_RANKS.values(), ids=FOUR_RANKS.keys())
+def test_four_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """More ranks than KV heads, and attention TP inside attention DP with experts split both ways."""
+    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
+        assert len(server.ranks()) == 4
+        checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 12)), "prefill")
+        checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, checks.fragments(CHECKPOINT, 7), 8), "decode")
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("atom", "torch_native"), ("torch_native", "atom")])
@@ -66,6 +80,6 @@ def test_backend_for_one_phase_only(prefill: str, decode: str, tmp_path: Path) -
 
 def test_dense_tp(tmp_path: Path) -> None:
     """The dense twin, whose head is its embedding, over attention DP 2: the two are split in different ways."""
-    with serve(oracle.CHECKPOINTS["dense"], *ATOM, *RANKS["attention DP 2"], folder=tmp_path, env=TWO_RANKS) as server:
+    with serve(oracle.CHECKPOINTS["dense"], *ATOM, *RANKS["attention DP 2"], folder=tmp_path) as server:
         checks.assert_fp32(checks.prefill_differences(server, "dense", checks.solved("dense", 12)), "prefill")
         checks.assert_fp32(checks.decode_differences(server, "dense", checks.fragments("dense", 6), 16), "decode")

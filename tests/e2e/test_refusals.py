@@ -132,6 +132,22 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     "speculation": (None, ["--speculative-algorithm", "NGRAM"], ["--speculative-algorithm NGRAM", "serves only None"]),
     "pipeline": (None, ["--pp-size", "2"], ["--pp-size 2: the atom model serves only 1"]),
     "a2a": (None, ["--moe-a2a-backend", "deepep", "--tp-size", "2"], ["--moe-a2a-backend deepep"]),
+    "speculation on another backend": (
+        None,
+        ["--attention-backend", "torch_native", "--speculative-algorithm", "NGRAM"],
+        ["--speculative-algorithm NGRAM: the atom model serves only None"],
+    ),
+    "disaggregation on another backend": (
+        None,
+        ["--attention-backend", "torch_native", "--disaggregation-mode", "prefill"],
+        ["--disaggregation-mode prefill: the atom model serves only null"],
+    ),
+    "other load formats": (None, ["--load-format", "sharded_state"], ["--load-format sharded_state"]),
+    "field of another model": (
+        with_config(final_logit_softcapping=30.0),
+        [],
+        ["'final_logit_softcapping' is 30.0", "our model does not compute this"],
+    ),
     "LoRA": (
         None,
         ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
@@ -199,7 +215,14 @@ def test_server_never_comes_up(tmp_path: Path) -> None:
 
 
 def test_forced_kernel_that_cannot_run(tmp_path: Path) -> None:
-    """A row forced by a name that does not exist ends the launch, naming the rows that do."""
+    """A row forced by a name that does not exist ends the launch before weights load, naming the rows that do."""
     env = {"ATOM_PLUGIN_KERNELS": "paged_attention=unified_attention"}
     printed = refuse(oracle.CHECKPOINTS["moe"], *ATOM, folder=tmp_path, env=env)
     assert "unified_attention" in printed and "eager" in printed and "reference" in printed
+    assert "Traceback" not in printed and "Load weight begin" not in printed
+
+
+def test_the_name_in_other_letters(tmp_path: Path) -> None:
+    """`--model-impl ATOM` would be SGLang's own model."""
+    printed = refuse(oracle.CHECKPOINTS["moe"], "--model-impl", "ATOM", folder=tmp_path)
+    assert "--model-impl ATOM: SGLang would take it for a name of its own; write atom" in printed

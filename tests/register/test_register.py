@@ -145,7 +145,10 @@ def test_a_plugin_that_failed_leaves_auto_alone() -> None:
     assert ran.returncode == 0 and "checked" in ran.stdout, ran.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("argv", "ends"), [(("--model-impl", "atom"), True), (("--model-impl", "auto"), False)])
+@pytest.mark.parametrize(
+    ("argv", "ends"),
+    [(("--model-impl", "atom"), True), (("--model-impl=atom",), True), (("--model-impl", "auto"), False)],
+)
 def test_an_sglang_without_our_gate(argv: tuple[str, ...], ends: bool) -> None:
     """Where the one hook that guards the rest cannot be put in, the command line decides: atom ends, auto goes on."""
     ran = run(
@@ -161,6 +164,45 @@ def test_an_sglang_without_our_gate(argv: tuple[str, ...], ends: bool) -> None:
     )
     assert ("went on" in ran.stdout) != ends
     assert "did not take our hooks on: sglang.srt.server_args.ServerArgs.moved_away" in ran.stderr
+
+
+def test_an_sglang_without_our_gate_and_no_command_line() -> None:
+    """From Engine or a --config file nothing shows on the command line: the model's look-up refuses atom instead."""
+    ran = run(
+        """
+        import dataclasses
+        from atom_plugin import register
+        register.GATE = dataclasses.replace(register.GATE, target="sglang.srt.server_args.ServerArgs.moved_away")
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        from sglang.srt.model_loader.utils import get_model_architecture
+        from atom_plugin import host
+        print(get_model_architecture(host.model_config(check(model_impl="auto")))[0].__module__)
+        get_model_architecture(host.model_config(check(model_impl="atom", attention_backend="torch_native")))
+        """
+    )
+    assert "sglang.srt.models.qwen3_moe" in ran.stdout
+    assert ran.returncode != 0 and "--model-impl atom: atom-plugin failed to load in this process" in ran.stderr
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.17.dev3", "0.0.0.dev1", "0.6.0"])
+def test_any_version_outside_the_range_is_refused(version: str) -> None:
+    """Source builds sort below every release: the gate goes in all the same, and refuses."""
+    ran = run(
+        f"""
+        from atom_plugin import host
+        host.sglang_version = lambda: {version!r}
+        host.since.cache_clear()
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        check(attention_backend="torch_native")
+        print("auto checked")
+        check(model_impl="atom", attention_backend="torch_native")
+        """
+    )
+    assert "auto checked" in ran.stdout and ran.returncode != 0
+    assert f"this is {version}" in ran.stderr
+    assert "atom-plugin failed to load in this process" in ran.stderr
 
 
 def test_an_unsupported_sglang_is_refused_by_its_version() -> None:

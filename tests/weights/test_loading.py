@@ -98,6 +98,51 @@ def test_kv_scale_has_a_tensor_and_a_float() -> None:
             set_kv_scale(layer, "v", bad)
 
 
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"model.attn.k_scale": 0.5}, "KV scales for some layers only; missing: v_scale of model.attn"),
+        (
+            {"model.attn.k_scale": 0.5, "model.k_proj.k_scale": 0.25, "model.attn.v_scale": 1.0},
+            "k_scale of model.attn is given",
+        ),
+    ],
+)
+def test_kv_scales_are_all_there_and_agree(
+    small: tuple[torch.nn.Module, Any], scales: dict[str, float], message: str
+) -> None:
+    """k without v, and two spellings that differ."""
+    model, table = with_attention(small)
+    tensors = {**complete(), **{name: torch.tensor(value) for name, value in scales.items()}}
+    with pytest.raises(WeightError) as error:
+        load_checkpoint(model, tensors.items(), table)
+    assert message in str(error.value)
+
+
+def test_kv_scales_stay_while_the_model_serves(small: tuple[torch.nn.Module, Any]) -> None:
+    """A second load with other scales is refused: the cache was written with the first ones."""
+    model, table = with_attention(small)
+    first = {**complete(), "model.attn.k_scale": torch.tensor(0.5), "model.attn.v_scale": torch.tensor(2.0)}
+    load_checkpoint(model, first.items(), table)
+    assert (model.model.attn.k_scale_float, model.model.attn.v_scale_float) == (0.5, 2.0)
+    load_checkpoint(model, first.items(), table)
+    with pytest.raises(WeightError, match=r"k_scale of model\.attn was 0\.5 when the cache was written; restart"):
+        load_checkpoint(model, {**first, "model.attn.k_scale": torch.tensor(0.25)}.items(), table)
+
+
+def with_attention(small: tuple[torch.nn.Module, Any]) -> tuple[torch.nn.Module, Any]:
+    """Return ``small`` with one attention layer that can have scales."""
+    model, table = small
+    model.model.attn = torch.nn.Module()
+    model.model.attn.layer_id = 0
+    for part in ("k", "v"):
+        table.kv_scales |= {
+            f"model.attn.{part}_scale": ("model.attn", part),
+            f"model.{part}_proj.{part}_scale": ("model.attn", part),
+        }
+    return model, table
+
+
 def test_all_names_of_the_real_checkpoint(weights: dict[str, torch.Tensor]) -> None:
     """The table of the tiny MoE has exactly the names of the file."""
     from atom_plugin.models.qwen3_moe import Qwen3MoeForCausalLM
