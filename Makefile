@@ -14,7 +14,7 @@ test: install
 	$(BIN)/python tests/parts.py lint unit e2e host:$(HOST)
 
 test-all: install
-	$(BIN)/python tests/parts.py lint unit e2e slow host:0.5.17 host:0.5.21
+	$(BIN)/python tests/parts.py lint unit e2e slow host-whole:0.5.17 host-whole:0.5.21
 
 lint unit e2e: install
 	$(BIN)/python tests/parts.py $@

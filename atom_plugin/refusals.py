@@ -112,10 +112,10 @@ def model_problems(server_args: Any) -> list[str]:
     model_config = host.model_config(server_args)
     try:
         model_class, _ = class_of(model_config.hf_config)
-        spec = load_spec(model_config.hf_config)
         source, raw = raw_config(cfg.model_path, cfg.revision)
         overrides = json.loads(cfg.json_model_override_args)
         stated = load_spec(raw, source=source, overrides=overrides)
+        spec = load_spec(model_config.hf_config)
     except ConfigError as error:
         return [str(error)]
     in_file, in_use = vars(stated), vars(spec)

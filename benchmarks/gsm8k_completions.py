@@ -4,7 +4,7 @@
 
 Starts SGLang's model on torch_native, then ours on our backend, on the committed checkpoint; both give greedy
 completions with logprobs. Prints how many tokens differ, the largest difference of a logprob up to the first token
-that differs in each answer, and that of the prompts' own. (The checkpoint was trained on other problems: its answers are
+that differs in each answer, and that of the prompts. (The checkpoint was trained on other problems: its answers are
 wrong, and broad distributions make the comparison sharp.)
 """
 

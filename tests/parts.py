@@ -1,7 +1,8 @@
 """The parts of `make test`: runs each named part, prints its minutes, and what did not run and why.
 
-Parts: lint, unit (no server), e2e (real servers), slow (more ranks than cores), host:VERSION (kits, backend tests and
-one server on another SGLang, from its wheel unpacked into .cache/ and put on the path in front of the installed one).
+Parts: lint, unit (no server), e2e (real servers), slow (further modes), host:VERSION (kits, backend tests and one
+server on another SGLang, from its wheel unpacked into .cache/ and put on the path in front of the installed one) and
+host-whole:VERSION (the same and all that depends on SGLang's version).
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ REPO = Path(__file__).parents[1]
 CACHE = REPO / ".cache" / "hosts"
 #: What an older SGLang needs in front of the installed environment: the versions that it pins and cannot do without.
 HOSTS = {"0.5.17": ("transformers==5.12.1", "tokenizers==0.22.2"), "0.5.21": ()}
-#: Tests that run against every host. The rest runs on the installed one.
-HOST_TESTS = ("tests/attention", "tests/register", "tests/platform", "tests/cpu_graph")
+#: What runs against another host: kits and backend, and one server. ``host-whole:`` adds what starts many processes.
+HOST_TESTS = ("tests/attention",)
+HOST_WHOLE = ("tests/register", "tests/platform", "tests/cpu_graph", "tests/e2e/test_refusals.py")
 HOST_SERVER = ("tests/e2e/test_corners.py", "-k", "moe-atom-atom")
+#: Two processes at once, each on one thread: these tests are many short processes, and importing SGLang is most of it.
+TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> int:
@@ -56,8 +61,8 @@ def unpacked(version: str) -> list[Path]:
     return folders
 
 
-def host(version: str) -> int:
-    """Kits, backend, registration and platform tests and one server on another SGLang."""
+def host(version: str, *, whole: bool) -> int:
+    """Kits, backend tests and one server on another SGLang; ``whole``: registration, platform and refusals as well."""
     env = {"PYTHONPATH": os.pathsep.join(map(str, unpacked(version)))}
     found = subprocess.run(
         [sys.executable, "-c", "import sglang; print(sglang.__version__)"], env={**os.environ, **env}, text=True,
@@ -66,17 +71,19 @@ def host(version: str) -> int:
     if found != version:
         print(f"wanted SGLang {version} on the path, found {found}")
         return 1
-    return pytest(*HOST_TESTS, env=env) | pytest(*HOST_SERVER, env=env)
+    status = pytest(*HOST_TESTS, *TWO_AT_ONCE, env={**env, **ONE_THREAD}) | pytest(*HOST_SERVER, env=env)
+    return status | pytest(*HOST_WHOLE, env=env) if whole else status
 
 
 def part(name: str) -> int:
     """Run one part and return its exit status."""
-    if name.startswith("host:"):
-        return host(name.removeprefix("host:"))
+    kind, _, version = name.partition(":")
+    if version:
+        return host(version, whole=kind == "host-whole")
     not_here = "not gpu and not rocm"
     return {
         "lint": lint,
-        "unit": lambda: pytest("tests", "-m", f"{not_here} and not e2e and not slow"),
+        "unit": lambda: pytest("tests", *TWO_AT_ONCE, "-m", f"{not_here} and not e2e and not slow", env=ONE_THREAD),
         "e2e": lambda: pytest("tests", "-m", f"{not_here} and e2e and not slow"),
         "slow": lambda: pytest("tests", "-m", f"{not_here} and slow"),
     }[name]()

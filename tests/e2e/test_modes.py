@@ -17,13 +17,15 @@ PAGES = {
     "page 128": ("--page-size", "128"),
     "page 1024": ("--page-size", "1024"),
     "no radix cache": ("--disable-radix-cache",),
-    "no overlap": ("--disable-overlap-schedule",),
 }
 RANKS = {
     "TP 2": ("--tp-size", "2"),
     "EP 2": ("--tp-size", "2", "--ep-size", "2"),
-    "attention DP 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
     "attention DP 2, EP 2": ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+}
+MORE = {
+    "no overlap": ("--disable-overlap-schedule",),
+    "attention DP 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
 FOUR_RANKS = {
     "TP 4": ("--tp-size", "4"),
@@ -35,7 +37,7 @@ FOUR_RANKS = {
 
 @pytest.mark.parametrize("flags", PAGES.values(), ids=PAGES.keys())
 def test_pages_and_chunks(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Every page size, chunked and mixed prefill, no radix cache, no overlap."""
+    """Every page size, chunked and mixed prefill, no radix cache."""
     with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
         if "--disable-radix-cache" in flags:
             for sequences in (checks.solved(CHECKPOINT, 24), checks.joined(CHECKPOINT, (3, 7, 5))):
@@ -60,6 +62,15 @@ def test_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", MORE.values(), ids=MORE.keys())
+def test_more(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """What differs little from the modes above."""
+    with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
+        checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 24)), "prefill")
+        checks.assert_serves_many_at_once(server, CHECKPOINT)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FOUR_RANKS.values(), ids=FOUR_RANKS.keys())
 def test_four_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     """More ranks than KV heads, and attention TP inside attention DP with experts split both ways."""
@@ -80,6 +91,8 @@ def test_backend_for_one_phase_only(prefill: str, decode: str, tmp_path: Path) -
 
 def test_dense_tp(tmp_path: Path) -> None:
     """The dense twin, whose head is its embedding, over attention DP 2: the two are split in different ways."""
-    with serve(oracle.CHECKPOINTS["dense"], *ATOM, *RANKS["attention DP 2"], folder=tmp_path) as server:
+    with serve(
+        oracle.CHECKPOINTS["dense"], *ATOM, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", folder=tmp_path
+    ) as server:
         checks.assert_fp32(checks.prefill_differences(server, "dense", checks.solved("dense", 12)), "prefill")
         checks.assert_fp32(checks.decode_differences(server, "dense", checks.fragments("dense", 6), 16), "decode")
