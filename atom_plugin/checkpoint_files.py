@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -12,6 +13,12 @@ from safetensors import SafetensorError, safe_open
 from atom_plugin.weights import CheckpointTable, Shape
 
 INDEX = "model.safetensors.index.json"
+HEADER_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 def folder_of(model_path: str, revision: str | None) -> Path | None:
@@ -25,30 +32,43 @@ def folder_of(model_path: str, revision: str | None) -> Path | None:
 
 
 def checkpoint_problems(folder: Path, table: CheckpointTable) -> list[str]:
-    """Return what is wrong with the safetensors files of ``folder``, [] for nothing or for a folder without any.
+    """Return what is wrong with the safetensors files of ``folder``; [] for nothing.
 
-    Reads headers only. A truncated file, a file that the index names and that is missing, and every tensor that is
-    missing, unknown or misshapen is a line.
+    Reads headers only. No file at all, a truncated one, one that the index names and that is not there, a tensor in two
+    files, and every tensor that is missing, unknown, misshapen or of a dtype that is no weight's is a line.
     """
     files = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX
     problems: list[str] = []
     if index.is_file():
         try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            named = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             return [f"{index} is not a safetensors index: {error!r}"]
         problems += [
             f"{folder / name} is missing; {INDEX} names it" for name in sorted(named - {f.name for f in files})
         ]
         files = [file for file in files if file.name in named]
+    if not files and not problems:
+        return [f"{folder} holds no *.safetensors that can be loaded; others are not served"]
     present: dict[str, Shape] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
-                present |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+            headers = headers_of(file)
+        except (SafetensorError, OSError) as error:
             problems.append(f"{file} cannot be read ({error}): truncated or damaged; fetch it again")
-    if problems or not files:
-        return problems
-    return [f"{folder}: {problem}" for problem in table.problems(present)]
+            continue
+        problems += [f"{file}: {name} is in another file as well" for name in sorted(headers.keys() & present.keys())]
+        for name, (shape, dtype) in headers.items():
+            present[name] = shape
+            accepted = table.dtypes(name)
+            if accepted is not None and HEADER_DTYPES.get(dtype) not in accepted:
+                problems.append(f"{file}: {name} is stored as {dtype}; accepted: {', '.join(map(str, accepted))}")
+    return problems or [f"{folder}: {problem}" for problem in table.problems(present)]
+
+
+def headers_of(file: Path) -> dict[str, tuple[Shape, str]]:
+    """Return (shape, dtype as safetensors writes it) of each tensor of a file."""
+    with safe_open(file, framework="pt") as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}

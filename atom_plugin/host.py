@@ -42,18 +42,25 @@ def bind_topk(topk: Any, experts: Any) -> None:
         topk.bind_runner_backend(experts.runner_backend, routing_method_type=experts.routing_method_type)
 
 
-def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
-    """Return the backend that runs the full-attention layers of a batch in ``forward_mode``, out of its wrappers."""
+@functools.cache
+def _attention_wrappers() -> tuple[Any, Any, Any]:
+    """Return SGLang's backends that hold other backends: hybrid (by mode), hybrid linear, two-batch overlap."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
     from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 
+    return HybridAttnBackend, HybridLinearAttnBackend, TboAttnBackend
+
+
+def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
+    """Return the backend that runs the full-attention layers of a batch in ``forward_mode``, out of its wrappers."""
+    by_mode, hybrid_linear, two_batch_overlap = _attention_wrappers()  # asked by every layer: no imports here
     while True:
-        if isinstance(backend, HybridAttnBackend):
+        if isinstance(backend, by_mode):
             backend = backend._select_backend(forward_mode)
-        elif isinstance(backend, HybridLinearAttnBackend):
+        elif isinstance(backend, hybrid_linear):
             backend = backend.full_attn_backend
-        elif isinstance(backend, TboAttnBackend):
+        elif isinstance(backend, two_batch_overlap):
             backend = backend.primary
         else:
             return backend
@@ -83,6 +90,10 @@ NAMING_FLAGS = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
+
+
+#: Flags that older supported versions do not have.
+FLAGS_SINCE = {"enable_layernorm_sp": "0.5.21", "enable_dense_mlp_attn_tp": "0.5.21", "enable_lean_attention": "0.5.21"}
 
 
 def raw_flag(server_args: Any, field: str) -> Any:

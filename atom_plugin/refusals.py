@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atom_plugin import device, host, platform
+from atom_plugin import device, host, platform, settings
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
@@ -46,6 +46,16 @@ FLAGS: tuple[Flag, ...] = (
     Flag(field="quantization_param_path", served=(None,), parts=EITHER, why="KV scales come with the checkpoint"),
     Flag(field="enable_unified_memory", served=(False,), parts=BACKEND, why="its KV slots are not plain token slots"),
     Flag(field="prefill_only_disable_kv_cache", served=(False,), parts=BACKEND, why="keys are read from the cache"),
+    Flag(field="enable_return_routed_experts", served=(False,), parts=MODEL, why="routing is not recorded"),
+    Flag(field="modelopt_quant", served=(None,), parts=MODEL, why="it builds the model with transformers, not ours"),
+    Flag(field="rl_quant_profile", served=(None,), parts=MODEL, why="weights are served as they are stored"),
+    Flag(field="modelopt_checkpoint_restore_path", served=(None,), parts=MODEL, why="ModelOpt builds its own model"),
+    Flag(field="offload_group_size", served=(-1,), parts=MODEL, why="offloading is not tested on our modules"),
+    Flag(field="ep_dispatch_algorithm", served=(None,), parts=MODEL, why="experts stay where they are numbered"),
+    Flag(field="enable_layernorm_sp", served=(False,), parts=MODEL, why="norms are not sequence parallel"),
+    Flag(field="enable_dense_mlp_attn_tp", served=(False,), parts=MODEL, why="dense layers use the whole TP group"),
+    Flag(field="enable_attn_tp_input_scattered", served=(False,), parts=MODEL, why="inputs are whole on every rank"),
+    Flag(field="enable_lean_attention", served=(None, False), parts=EITHER, why="it is an option of SGLang's backends"),
     Flag(field="load_format", served=("auto", "safetensors", "dummy"), parts=MODEL, why="others are not tested"),
     Flag(field="custom_weight_loader", served=(None, []), parts=MODEL, why="weights are checked by our table"),
     Flag(field="pp_size", served=(1,), parts=MODEL, why="the models are not split into pipeline stages"),
@@ -79,7 +89,7 @@ def refuse_launch(server_args: Any) -> None:
     cfg = host.resolved(server_args)
     uses_model, uses_backend = cfg.model_impl == NAME, any("backend" in flag for flag in asked)
     parts = [part for part, used in (("model", uses_model), ("backend", uses_backend)) if used]
-    reasons = flag_problems(cfg, parts)
+    reasons = flag_problems(cfg, parts) + setting_problems()
     if uses_model:
         reasons += model_problems(server_args)
     if uses_backend:
@@ -98,11 +108,23 @@ def flag_problems(cfg: Any, parts: Sequence[str]) -> list[str]:
     problems = []
     for flag in FLAGS:
         concerned = [part for part in flag.parts if part in parts]
-        value = getattr(cfg, flag.field) if concerned else None
-        if concerned and value not in flag.served:
+        absent = flag.field in host.FLAGS_SINCE and not host.since(host.FLAGS_SINCE[flag.field])
+        value = getattr(cfg, flag.field) if concerned and not absent else flag.served[0]
+        if value not in flag.served:
             served = " or ".join(map(str, flag.served))
             who = " and ".join(concerned)
             problems.append(f"{host.as_option(flag.field, value)}: the atom {who} serves only {served} ({flag.why})")
+    return problems
+
+
+def setting_problems() -> list[str]:
+    """Return a reason for each environment variable of ours that is malformed."""
+    problems = []
+    for setting in settings.ALL:
+        try:
+            setting.get()
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -126,7 +148,7 @@ def model_problems(server_args: Any) -> list[str]:
     ]
     problems += quantization_problems(cfg, spec) + size_problems(server_args, spec)
     folder = folder_of(cfg.model_path, cfg.revision)
-    if cfg.load_format in ("auto", "safetensors") and folder is not None:
+    if cfg.load_format != "dummy" and folder is not None:
         problems += checkpoint_problems(folder, model_class.checkpoint_table(spec))
     return problems
 
@@ -158,6 +180,8 @@ def size_problems(server_args: Any, spec: Qwen3Spec) -> list[str]:
         else {"intermediate_size": (spec.intermediate_size, cfg.tp_size)}
     )
     if isinstance(spec, Qwen3MoeSpec):
+        if cfg.tp_size % cfg.ep_size:
+            problems.append(f"--ep-size {cfg.ep_size} does not divide --tp-size {cfg.tp_size}")
         if spec.num_experts % cfg.ep_size:
             problems.append(f"--ep-size {cfg.ep_size} does not divide {spec.num_experts} experts")
         widths["moe_intermediate_size"] = (spec.moe_intermediate_size, max(1, cfg.tp_size // cfg.ep_size))

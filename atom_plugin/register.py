@@ -41,7 +41,7 @@ class LaunchRefused(SystemExit, ValueError):
 
 def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
     impl = host.raw_flag(server_args, "model_impl")
-    if impl != NAME and str(impl).lower() == NAME:
+    if impl != NAME and str(impl).strip().lower() == NAME:
         raise LaunchRefused(f"--model-impl {impl}: SGLang would take it for a name of its own; write {NAME}")
     asked = host.asks_for(server_args, NAME) if complete else host.asks_in_so_many_words(server_args, NAME)
     if asked:

@@ -41,7 +41,10 @@ def _kernel_choices(raw: str) -> dict[str, str]:
     pairs = [item.partition("=") for item in raw.split(",") if item.strip()]
     if any(not equals or not op.strip() or not row.strip() for op, equals, row in pairs):
         raise ValueError(raw)
-    return {op.strip(): row.strip() for op, _, row in pairs}
+    choices = {op.strip(): row.strip() for op, _, row in pairs}
+    if len(choices) != len(pairs):
+        raise ValueError(raw)
+    return choices
 
 
 FUSE_QK_NORM_ROPE = Setting(
@@ -55,7 +58,7 @@ KERNELS: Setting[dict[str, str]] = Setting(
     name="ATOM_PLUGIN_KERNELS",
     default={},
     parse=_kernel_choices,
-    accepts="op=row[,op=row...], e.g. paged_attention=reference",
+    accepts="op=row[,op=row...], each op once, e.g. paged_attention=reference",
     meaning="rows of the dispatch tables that are forced by name; a forced row passes the same checks",
 )
 

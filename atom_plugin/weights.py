@@ -20,6 +20,7 @@ Shape = tuple[int, ...]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class WeightError(ValueError):
@@ -150,6 +151,13 @@ class CheckpointTable:
         }
         return [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
 
+    def dtypes(self, name: str) -> tuple[torch.dtype, ...] | None:
+        """Return the dtypes that tensor ``name`` may be stored in, None when it has no place."""
+        if self.shapes(name) is None:
+            return None
+        is_fp8 = name.endswith(".weight") and f"{name}_scale_inv" in self.entries
+        return (torch.float8_e4m3fn,) if is_fp8 else FLOATS
+
     def shapes(self, name: str) -> tuple[Shape, ...] | None:
         """Return the shapes that tensor ``name`` may have, None when it has no place."""
         if name in self.kv_scales:
@@ -175,7 +183,7 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
     heads: dict[str, torch.Tensor] = {}
     scales: dict[tuple[str, str], dict[str, float]] = {}
     for name, tensor in weights:
-        _refuse(_problems_of_one(table, name, tuple(tensor.shape), seen))
+        _refuse(_problems_of_one(table, name, tensor, seen))
         seen[name] = tuple(tensor.shape)
         if name in (EMBEDDING, HEAD):
             heads[name] = tensor
@@ -241,13 +249,15 @@ def _refuse(problems: list[str]) -> None:
         raise WeightError(f"checkpoint: {'; '.join(problems)}")
 
 
-def _problems_of_one(table: CheckpointTable, name: str, shape: Shape, seen: dict[str, Shape]) -> list[str]:
+def _problems_of_one(table: CheckpointTable, name: str, tensor: torch.Tensor, seen: dict[str, Shape]) -> list[str]:
     if name in seen:
         return [f"{name} is given twice"]
-    expected = table.shapes(name)
-    if expected is None:
+    shapes, dtypes, shape = table.shapes(name), table.dtypes(name), tuple(tensor.shape)
+    if shapes is None or dtypes is None:
         return [f"1 tensor that the model has no place for: {name}"]
-    return [] if shape in expected else [f"{name} is {list(shape)}, the config says {list(expected[0])}"]
+    if shape not in shapes:
+        return [f"{name} is {list(shape)}, the config says {list(shapes[0])}"]
+    return [] if tensor.dtype in dtypes else [f"{name} is {tensor.dtype}; accepted: {', '.join(map(str, dtypes))}"]
 
 
 def _copy(param: nn.Parameter, tensor: torch.Tensor, target: Destination) -> None:

@@ -12,6 +12,7 @@ T = TypeVar("T")
 GENERIC_FIELDS = frozenset(
     {
         "_attn_implementation_autoset",
+        "_commit_hash",
         "_name_or_path",
         "architectures",
         "attention_dropout",
@@ -35,6 +36,8 @@ GENERIC_FIELDS = frozenset(
         "tie_word_embeddings",
         "torch_dtype",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
     }
 )
@@ -88,6 +91,13 @@ class Fields:
             raise self.error(name, "it must be greater than zero")
         return value
 
+    def between(self, name: str, low: float, high: float) -> float:
+        """Return ``require(name, float)``; raise ConfigError unless it lies between ``low`` and ``high``, excluded."""
+        value = self.require(name, float)
+        if not low < value < high:
+            raise self.error(name, f"it must lie between {low} and {high}")
+        return value
+
     def one_of(self, names: Iterable[str], kind: type[T]) -> T:
         """Return the one value that is spelled as any of ``names``; different values are a contradiction."""
         spelled = [name for name in names if self.has(name)]
@@ -114,6 +124,7 @@ class Fields:
 
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raise ConfigError for a field of ``neutral`` whose value is not one of its neutral ones."""
+        self._known.update(neutral)
         for name, values in neutral.items():
             if self._values.get(name) not in values:
                 raise self.error(name, "our model does not compute this; drop `--model-impl atom`")
@@ -123,11 +134,18 @@ class Fields:
         self._known.add(name)
         return self._values.get(name)
 
-    def refuse_misspellings(self) -> None:
-        """Raise ConfigError for a field that we do not know and that is spelled almost like one that we do."""
-        for name in self._values if self._as_published else ():
-            if name in self._known:
-                continue
+    def refuse_unknown(self) -> None:
+        """Raise ConfigError for fields of a published config that we do not know: they may change the model."""
+        if not self._as_published:
+            return
+        unknown = [name for name in self._values if name not in self._known]
+        for name in unknown:
             near = difflib.get_close_matches(name, self._known, n=1, cutoff=0.85)
             if near:
                 raise self.error(name, f"unknown field; did you mean {near[0]!r}?")
+        if unknown:
+            raise self.error(
+                unknown[0],
+                f"unknown fields ({', '.join(unknown)}), which may change the model: "
+                "take out those that do not, or drop `--model-impl atom`",
+            )

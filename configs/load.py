@@ -34,13 +34,27 @@ def load_spec(config: Any, *, source: str | None = None, overrides: Mapping[str,
     any version). ``overrides`` are set on top, as ``--json-model-override-args`` does. Raises ConfigError.
     """
     values, name = _as_mapping(config)
-    fields = Fields({**values, **(overrides or {})}, source or name, as_published=name != OBJECT)
+    fields = Fields(with_overrides(values, overrides or {}), source or name, as_published=name != OBJECT)
     return FAMILIES[family_of(fields)](fields)
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` changed as SGLang changes a config: rope is one mapping, whichever of its names is used."""
+    result = {**values, **overrides}
+    changes = overrides.get("rope_parameters") or overrides.get("rope_scaling")
+    if changes:
+        stated = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+        if changes.keys() & {"rope_type", "type"}:
+            stated = {key: value for key, value in stated.items() if key not in ("rope_type", "type")}
+        result["rope_parameters"], result["rope_scaling"] = {**stated, **changes}, None
+    return result
 
 
 def family_of(fields: Fields) -> tuple[str, str]:
     """Return the (architecture, model_type) of ``fields``; raise ConfigError when it is not one that we serve."""
     architectures = fields.optional("architectures") or []
+    if not isinstance(architectures, list):
+        raise fields.error("architectures", "a list is required")
     model_type = fields.require("model_type", str)
     for architecture in architectures:
         if (architecture, model_type) in FAMILIES:
@@ -64,7 +78,11 @@ def _as_mapping(config: Any) -> tuple[Mapping[str, Any], str]:
         return values, str(path)
     if isinstance(config, Mapping):
         return config, "config"
-    return config.to_dict(), OBJECT
+    values = config.to_dict()
+    rope = values.get("rope_parameters")
+    if rope and "rope_type" in rope:  # SGLang keeps the older key beside it, and an override leaves it behind
+        values["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
+    return values, OBJECT
 
 
 def raw_config(model_path: str, revision: str | None) -> tuple[str, dict[str, Any]]:

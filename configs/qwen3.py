@@ -18,6 +18,8 @@ FIELDS_OF_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1.0),
     "attention_multiplier": (None,),
     "mlp_bias": (None, False),
+    "qkv_bias": (None, False),
+    "use_qk_norm": (None, True),
     "scoring_func": (None, "softmax"),
     "routed_scaling_factor": (None, 1.0),
     "n_shared_experts": (None, 0),
@@ -95,7 +97,7 @@ def _common(fields: Fields, *, head_dim_may_be_absent: bool) -> dict[str, object
         "head_dim": head_dim,
         "vocab_size": fields.positive("vocab_size", int),
         "max_position_embeddings": fields.positive("max_position_embeddings", int),
-        "rms_norm_eps": fields.positive("rms_norm_eps", float),
+        "rms_norm_eps": fields.between("rms_norm_eps", 0.0, 0.1),
         # Qwen3-Coder-480B is published without it, and its layers have no bias
         "attention_bias": fields.absent_means("attention_bias", False),
         "tie_word_embeddings": fields.require("tie_word_embeddings", bool),
@@ -107,7 +109,7 @@ def _common(fields: Fields, *, head_dim_may_be_absent: bool) -> dict[str, object
 def read_qwen3(fields: Fields) -> Qwen3Spec:
     """Return the spec of a dense Qwen3; raise ConfigError for the first field that we cannot take."""
     values = _common(fields, head_dim_may_be_absent=False)
-    fields.refuse_misspellings()
+    fields.refuse_unknown()
     return Qwen3Spec(**values)  # type: ignore[arg-type]
 
 
@@ -132,5 +134,5 @@ def read_qwen3_moe(fields: Fields) -> Qwen3MoeSpec:
         norm_topk_prob=fields.require("norm_topk_prob", bool),
         dense_layers=frozenset(i for i in range(layers) if i in listed or (i + 1) % step),
     )
-    fields.refuse_misspellings()
+    fields.refuse_unknown()
     return spec

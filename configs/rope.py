@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,24 +56,39 @@ def read_rope(fields: Fields) -> RopeSpec:
         raise fields.error(
             name, f"rope type {rope_type!r}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}"
         )
+    _refuse_odd_numbers(fields, name, parameters)
     kept = (*SCALING_FIELDS[rope_type], *(YARN_OPTIONAL if rope_type == "yarn" else ()))
     scaling = tuple(sorted((key, parameters[key]) for key in kept if parameters.get(key) is not None))
     return RopeSpec(theta=theta, rope_type=rope_type, scaling=scaling)
 
 
+def _refuse_odd_numbers(fields: Fields, name: str, parameters: Mapping[str, Any]) -> None:
+    numbers = {
+        key: value for key, value in parameters.items() if key not in ("rope_type", "type") and value is not None
+    }
+    for key, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise fields.error(name, f"its {key} must be a finite number greater than zero")
+    if numbers.get("factor", 1) < 1:
+        raise fields.error(name, "its factor must be at least 1")
+    original, longest = numbers.get("original_max_position_embeddings"), fields.require("max_position_embeddings", int)
+    if "factor" in numbers and original is not None and original * numbers["factor"] < longest:
+        raise fields.error(name, f"its factor times original_max_position_embeddings is less than {longest} positions")
+
+
 def _theta(fields: Fields, parameters: Mapping[str, Any]) -> float:
     inner = parameters.get("rope_theta")
     if inner is None:
-        return fields.positive("rope_theta", float)
-    if type(inner) not in (int, float) or inner <= 0:
-        raise fields.error("rope_parameters", "its rope_theta must be a number greater than zero")
+        return fields.between("rope_theta", 0.0, math.inf)
+    if type(inner) not in (int, float) or not 0 < inner < math.inf:
+        raise fields.error("rope_parameters", "its rope_theta must be a finite number greater than zero")
     if fields.has("rope_theta") and fields.require("rope_theta", float) != float(inner):
         raise fields.error("rope_theta", f"it contradicts rope_parameters with rope_theta {inner!r}")
     return float(inner)
 
 
 def _rope_type(fields: Fields, parameters: Mapping[str, Any]) -> str:
-    kinds = {parameters[key] for key in ("rope_type", "type") if parameters.get(key) is not None}
+    kinds = {str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key) is not None}
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     if len(kinds) > 1:
         raise fields.error(name, "rope_type and type contradict each other")

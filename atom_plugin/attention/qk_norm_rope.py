@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
+from atom_plugin import host
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +56,12 @@ def takes_qk_norm_rope(backend: Any, forward_mode: Any) -> bool:
     ``backend``: the active SGLang AttentionBackend, wrapped or not; ``forward_mode``: the batch's. SGLang's wrappers
     are looked through, as their children are what runs.
     """
-    from atom_plugin import host
-    from atom_plugin.attention.backend import AtomAttentionBackend
-
     backend = host.attention_backend_for(backend, forward_mode)
-    return isinstance(backend, AtomAttentionBackend) and backend.fuses_qk_norm_rope
+    return isinstance(backend, _our_backend()) and backend.fuses_qk_norm_rope
+
+
+@functools.cache  # asked by every layer of every step
+def _our_backend() -> Any:
+    from atom_plugin.attention.backend import AtomAttentionBackend  # which imports this module
+
+    return AtomAttentionBackend

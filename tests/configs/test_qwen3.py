@@ -148,6 +148,15 @@ def test_rope(changes: dict[str, Any], rope: RopeSpec) -> None:
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "all of a head turns"),
         ({"final_logit_softcapping": 30.0}, "our model does not compute this"),
         ({"n_shared_experts": 1}, "field 'n_shared_experts' is 1"),
+        ({"rope_scaling": {**YARN, "factor": 0.5}}, "its factor must be at least 1"),
+        ({"rope_scaling": {**YARN, "factor": float("nan")}}, "its factor must be a finite number"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0}}, "its beta_fast must be a finite number greater than zero"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 512}}, "is less than 40960 positions"),
+        ({"rope_theta": float("inf")}, "field 'rope_theta' is inf: it must lie between"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a finite number"),
+        ({"rms_norm_eps": 1000.0}, "field 'rms_norm_eps' is 1000.0: it must lie between"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "a list is required"),
+        ({"is_causal": False, "swiglu_limit": 7}, "unknown fields (is_causal, swiglu_limit)"),
         ({"num_experts": None}, "field 'num_experts' is absent: it is required, as int"),
         ({"num_local_experts": 64}, "field 'num_experts' is 128: it contradicts 'num_local_experts' = 64"),
         ({"hidden_size": "2048"}, "field 'hidden_size' is '2048': int is required"),
@@ -203,6 +212,26 @@ def test_no_required_field_has_a_default(name: str) -> None:
     """Taking out any of them is an error that names it."""
     with pytest.raises(ConfigError, match=f"{name}|absent"):
         load_spec(config(**{name: None}))
+
+
+YARN_FILE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("form", ["", ".v5"])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_the_documented_yarn_override(form: str, name: str) -> None:
+    """The override of the model card, over both forms of a file, is the same as the file with it."""
+    spec = load_spec(FIXTURES / f"Qwen--Qwen3-30B-A3B{form}.json", overrides={name: YARN_FILE})
+    assert spec.rope == load_spec(config(rope_scaling=YARN_FILE)).rope
+
+
+def test_an_object_in_which_sglang_left_the_older_key() -> None:
+    """SGLang writes ``type`` beside rope_type, and an override changes only the latter."""
+    from transformers import AutoConfig
+
+    loaded = AutoConfig.from_pretrained(FIXTURES / "Qwen--Qwen3-30B-A3B.json")
+    loaded.rope_parameters = {"rope_theta": 1e6, "type": "default", **YARN_FILE}
+    assert load_spec(loaded).rope.rope_type == "yarn"
 
 
 def test_dense_layers() -> None:

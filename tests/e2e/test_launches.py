@@ -37,7 +37,7 @@ def test_sglang_serve_with_a_repo_name_and_stacked_experts(tmp_path: Path) -> No
         tensors[f"{prefix}.down_proj"] = parts["down_proj"]
     save_file(tensors, snapshot / "model.safetensors", metadata={"format": "pt"})
     env = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    launcher = ("-m", "sglang.cli.main", "serve")
+    launcher = ("-c", "from sglang.cli.main import main; main()", "serve")  # what the command `sglang` does
     with serve("example/tiny", *ATOM, folder=tmp_path / "run", env=env, launcher=launcher) as server:
         assert server.ranks()[0]["model"] == OUR_CLASS
         checks.assert_fp32(checks.prefill_differences(server, "moe", checks.solved("moe", 24)), "prefill")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from atom_plugin.dispatch import NoKernelError
 from atom_plugin.ops.indices import PageTable
 from atom_plugin.ops.paged_attention import NO_WINDOW, TABLE, PagedAttentionProblem, PagedBatch, eager, paged_attention
+from atom_plugin.ops.paged_attention.scratch import Scratch
 
 HUGE_PAGE = 2**30
 EAGER = next(kernel for kernel in TABLE.kernels if kernel.name == "eager")
@@ -152,11 +154,12 @@ def test_a_long_request_does_not_pad_the_short_ones() -> None:
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
 def test_scratch_stays_under_its_bound(monkeypatch: pytest.MonkeyPatch, q_lens: list[int], logit_cap: float) -> None:
     monkeypatch.setattr(eager, "MAX_SCRATCH_BYTES", 16 << 10)
+    monkeypatch.setattr(eager, "_SCRATCH", Scratch())
     gathered: list[int] = []
     gather = eager._gather
 
-    def recording(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        rows = gather(pages, slots, dtype)
+    def recording(*args: Any) -> torch.Tensor:
+        rows = gather(*args)
         gathered.append(rows.numel() * rows.element_size())
         return rows
 
@@ -164,6 +167,51 @@ def test_scratch_stays_under_its_bound(monkeypatch: pytest.MonkeyPatch, q_lens: 
     k, v, batch = make_batch(q_lens, [133, 200, 150, 101])
     assert_rows_agree(torch.randn(sum(q_lens), 4, 16), k, v, batch, scale=0.3, logit_cap=logit_cap)
     assert max(gathered) <= 16 << 10
+    assert sum(buffer.numel() for buffer in eager._SCRATCH.buffers.values()) <= 16 << 10
+
+
+@pytest.mark.parametrize("logit_cap", [0.0, 5.0], ids=["fused", "blocked"])
+def test_no_call_reads_what_an_earlier_one_left_in_the_scratch(
+    monkeypatch: pytest.MonkeyPatch, logit_cap: float
+) -> None:
+    """Calls of falling and rising sizes, dtypes and head dims, as layers of a model; the scratch is NaN before each."""
+    monkeypatch.setattr(eager, "_SCRATCH", Scratch())
+    seq_lens = [[40, 33, 38], [5, 7, 6], [90, 31, 7]]
+    dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+    calls = [(lens, dtype, dim) for lens in seq_lens for dtype in dtypes for dim in (16, 8)]
+    for lens, dtype, dim in calls:
+        for q_lens in ([1, 1, 1], [3, 5, 2]):
+            k, v, batch = make_batch(q_lens, lens, page_size=4, dtype=dtype, dim=dim)
+            q = torch.randn(sum(q_lens), 4, dim, dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16)
+            for buffer in eager._SCRATCH.buffers.values():
+                buffer.fill_(0xFF)  # NaN in every float dtype, float8 too
+            assert_rows_agree(q, k, v, batch, scale=0.3, logit_cap=logit_cap)
+    assert set(eager._SCRATCH.buffers) == {"k", "v", "stored"}
+
+
+def test_the_scratch_stays_for_the_next_layer_and_serves_a_result_that_outlives_it() -> None:
+    k, v, batch = make_batch([1, 1], [40, 39])
+    q = torch.randn(2, 4, 16)
+    first, _ = paged_attention(q, k, v, batch, scale=0.3)
+    kept, addresses = first.clone(), {name: buffer.data_ptr() for name, buffer in eager._SCRATCH.buffers.items()}
+    paged_attention(-q, k, -v, batch, scale=0.3)
+    assert torch.equal(first, kept)
+    assert {name: buffer.data_ptr() for name, buffer in eager._SCRATCH.buffers.items()} == addresses
+
+
+def test_threads_do_not_share_scratch() -> None:
+    scratch = Scratch()
+    ours = scratch.take("k", (4, 4), torch.float32, torch.device("cpu")).fill_(1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: scratch.take("k", (4, 4), torch.float32, torch.device("cpu")).fill_(2)).result()
+    assert ours.eq(1).all()
+
+
+def test_scratch_made_in_inference_mode_serves_outside_of_it() -> None:
+    scratch = Scratch()
+    with torch.inference_mode():
+        scratch.take("k", (4, 1), torch.float32, torch.device("cpu")).fill_(1)
+    assert scratch.take("k", (2, 2), torch.float32, torch.device("cpu")).fill_(2).eq(2).all()
 
 
 def test_a_captured_batch_is_read_anew_at_every_call() -> None:

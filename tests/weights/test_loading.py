@@ -60,6 +60,10 @@ def test_any_order(small: tuple[torch.nn.Module, Any]) -> None:
         ({"model.norm.weight": None}, "1 missing tensors: model.norm.weight"),
         ({"model.extra.weight": torch.zeros(1)}, "no place for: model.extra.weight"),
         ({"model.norm.weight": torch.zeros(3)}, "model.norm.weight is [3], the config says [2]"),
+        (
+            {"model.norm.weight": torch.ones(2, dtype=torch.int8)},
+            "model.norm.weight is torch.int8; accepted: torch.bfloat16",
+        ),
         ({"lm_head.weight": torch.zeros(4, 2)}, "lm_head.weight differs from model.embed_tokens.weight"),
     ],
 )

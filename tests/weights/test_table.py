@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
 from atom_plugin.configs import BlockFp8, load_spec
@@ -111,3 +113,27 @@ def test_folder_of_a_repo_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert folder_of("nobody/nothing", None) is None
     assert folder_of(str(MOE), None) == MOE
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])
+def test_a_dtype_that_is_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Codes without scales are not weights: the header says so."""
+    tensors = load_file(MOE / "model.safetensors")
+    tensors[EXPERT] = tensors[EXPERT].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (problem,) = checkpoint_problems(tmp_path, table())
+    assert EXPERT in problem and "accepted: torch.bfloat16, torch.float16, torch.float32" in problem
+
+
+def test_a_tensor_in_two_files_and_no_file_at_all(tmp_path: Path) -> None:
+    """Neither passes in silence; a damaged index and a broken link are named."""
+    (problem,) = checkpoint_problems(tmp_path, table())
+    assert "holds no *.safetensors that can be loaded" in problem
+    for name in ("a", "b"):
+        shutil.copy(MOE / "model.safetensors", tmp_path / f"{name}.safetensors")
+    assert "is in another file as well" in checkpoint_problems(tmp_path, table())[0]
+    (tmp_path / "b.safetensors").unlink()
+    (tmp_path / "b.safetensors").symlink_to(tmp_path / "gone")
+    assert "b.safetensors cannot be read" in checkpoint_problems(tmp_path, table())[0]
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert "is not a safetensors index" in checkpoint_problems(tmp_path, table())[0]

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from atom_plugin.ops.paged_attention import PagedBatch
+from atom_plugin.ops.paged_attention.scratch import Scratch
 from atom_plugin.ops.paged_attention.tiles import Tile, cut_into_tiles
 
 MAX_SCRATCH_BYTES = 256 << 20
+_SCRATCH = Scratch()
 _QUERY_BLOCK = 256
 # measured with torch 2.14 on AVX-512 and AMX: in 16 bits, a block of 2 or 3 queries takes longer than one by one
 _SMALLEST_FOLDED_GROUP = 4
@@ -44,10 +46,10 @@ def paged_attention(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``atom_plugin.ops.paged_attention.paged_attention``; scratch stays under MAX_SCRATCH_BYTES."""
-    num_tokens, num_q_heads, dim = q_THD.shape
-    num_kv_heads, v_dim = v_pages.shape[2:]
+    num_tokens, num_q_heads, _ = q_THD.shape
+    v_dim = v_pages.shape[3]
     softmax = _Softmax(scale=scale * k_scale, window=window, logit_cap=logit_cap, return_lse=return_lse)
-    max_keys = max(1, MAX_SCRATCH_BYTES // (2 * num_kv_heads * (dim + v_dim) * q_THD.element_size()))
+    max_keys = _max_keys(k_pages, v_pages, q_THD.dtype)
     tiles = batch.once(("tiles", window, max_keys), lambda: cut_into_tiles(batch, window=window, max_keys=max_keys))
     if len(tiles) == 1 and tiles[0].num_queries == num_tokens:
         out_BnHD, lse_BnH = _attend(q_THD, k_pages, v_pages, tiles[0], softmax, max_keys)
@@ -63,6 +65,13 @@ def paged_attention(
     return (out_THD if v_scale == 1.0 else out_THD.mul_(v_scale)), lse_TH
 
 
+def _max_keys(k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return how many keys, over all requests, may be gathered at once: half of MAX_SCRATCH_BYTES is for them."""
+    copies = dtype.itemsize if k_pages.dtype == dtype else dtype.itemsize + k_pages.dtype.itemsize
+    bytes_per_key = k_pages.shape[2] * (k_pages.shape[3] + v_pages.shape[3]) * copies
+    return max(1, MAX_SCRATCH_BYTES // (2 * bytes_per_key))
+
+
 def _attend(
     q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax, max_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -71,21 +80,24 @@ def _attend(
     fits = tile.num_keys * tile.num_requests <= max_keys
     if fits and softmax.logit_cap <= 0 and not softmax.return_lse:
         return _fused(q_BnHD, k_pages, v_pages, tile, softmax), None
-    out_BnHD, lse_BnH = _blocked(q_BnHD, k_pages, v_pages, tile, softmax, max_keys)
+    out_BnHD, lse_BnH = _blocked(q_BnHD, k_pages, v_pages, tile, softmax)
     return out_BnHD, lse_BnH if softmax.return_lse else None
 
 
-def _gather(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the pool's rows at ``slots`` (int64 [requests, keys]) in ``dtype``: [requests, KV heads, keys, dim]."""
+def _gather(pages: torch.Tensor, slots_N: torch.Tensor, requests: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Return the pool's rows at ``slots_N`` (int64 [requests * keys]) in ``dtype``: [requests, KV heads, keys, dim].
+
+    They are in scratch memory, theirs until the next gather of the same ``name``.
+    """
     _, _, heads, dim = pages.shape
-    rows = pages.view(-1, heads * dim)
+    rows, shape = pages.view(-1, heads * dim), (slots_N.shape[0], heads * dim)
     if pages.dtype.itemsize == 1:  # index_select has no float8
-        rows = rows.view(torch.uint8).index_select(0, slots.view(-1)).view(pages.dtype)
-    else:
-        rows = rows.index_select(0, slots.view(-1))
-    if rows.dtype != dtype:
-        rows = rows.to(dtype)
-    return rows.view(*slots.shape, heads, dim).transpose(1, 2)
+        rows = rows.view(torch.uint8)
+    gathered = _SCRATCH.take(name if pages.dtype == dtype else "stored", shape, rows.dtype, pages.device)
+    torch.index_select(rows, 0, slots_N, out=gathered)
+    if pages.dtype != dtype:
+        gathered = _SCRATCH.take(name, shape, dtype, pages.device).copy_(gathered.view(pages.dtype))
+    return gathered.view(requests, -1, heads, dim).transpose(1, 2)
 
 
 def _fused(
@@ -94,8 +106,8 @@ def _fused(
     """Attend one tile through PyTorch's fused attention: [requests, queries, heads, v head dim]."""
     requests, q_len, heads, _ = q_BnHD.shape
     kv_heads = k_pages.shape[2]
-    k_BHLD = _gather(k_pages, tile.slots_BL, q_BnHD.dtype)
-    v_BHLD = _gather(v_pages, tile.slots_BL, q_BnHD.dtype)
+    k_BHLD = _gather(k_pages, tile.slots_N, requests, q_BnHD.dtype, "k")
+    v_BHLD = _gather(v_pages, tile.slots_N, requests, q_BnHD.dtype, "v")
     if q_len == 1:
         return _fused_decode(q_BnHD[:, 0], k_BHLD, v_BHLD, tile, softmax).view(requests, 1, heads, -1)
     q_BHnD, grouped = q_BnHD.transpose(1, 2), heads != kv_heads
@@ -143,13 +155,13 @@ def _fused_decode(
 
 
 def _blocked(
-    q_BnHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax, max_keys: int
+    q_BnHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend one tile in fp32, a block of keys at a time: (out [B, n, H, Dv], natural-log lse [B, n, H])."""
     outs, lses = [], []
     for first in range(0, tile.q_len, _QUERY_BLOCK):
         queries = slice(first, min(first + _QUERY_BLOCK, tile.q_len))
-        out, lse = _blocked_queries(q_BnHD[:, queries], k_pages, v_pages, tile, queries, softmax, max_keys)
+        out, lse = _blocked_queries(q_BnHD[:, queries], k_pages, v_pages, tile, queries, softmax)
         outs.append(out.to(q_BnHD.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
@@ -162,7 +174,6 @@ def _blocked_queries(
     tile: Tile,
     queries: slice,
     softmax: _Softmax,
-    max_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Running softmax over blocks of keys; returns float32 (out [B, n, H, Dv], lse [B, n, H])."""
     requests, q_len, heads, dim = q_BnHD.shape
@@ -173,12 +184,13 @@ def _blocked_queries(
     out_BKGnD = q_BKGnD.new_zeros(*q_BKGnD.shape[:4], v_pages.shape[3])
     seen_keys = tile.keys_seen_by(queries, softmax.window)
     scores_per_key = requests * heads * q_len
+    max_keys = _max_keys(k_pages, v_pages, torch.float32)
     step = max(1, min(max_keys // requests, MAX_SCRATCH_BYTES // (16 * scores_per_key)))
     for first in range(seen_keys.start, seen_keys.stop, step):
         keys = slice(first, min(first + step, seen_keys.stop))
-        slots_BL = tile.slots_BL[:, keys].contiguous()
-        k_BK1LD = _gather(k_pages, slots_BL, torch.float32).unsqueeze(2)
-        v_BK1LD = _gather(v_pages, slots_BL, torch.float32).unsqueeze(2)
+        slots_N = tile.slots_BL[:, keys].reshape(-1)
+        k_BK1LD = _gather(k_pages, slots_N, requests, torch.float32, "k").unsqueeze(2)
+        v_BK1LD = _gather(v_pages, slots_N, requests, torch.float32, "v").unsqueeze(2)
         scores = torch.matmul(q_BKGnD, k_BK1LD.transpose(-1, -2)).mul_(softmax.scale)
         if softmax.logit_cap > 0:
             scores = scores.div_(softmax.logit_cap).tanh_().mul_(softmax.logit_cap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,11 @@ class Tile:
     is_causal_square: bool
     has_blind_queries: bool
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def slots_N(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
+        """Return ``slots_BL`` as one row."""
+        return self.slots_BL.reshape(-1)
 
     @property
     def num_queries(self) -> int:
