@@ -84,20 +84,26 @@ def _attend(
     return out_BnHD, lse_BnH if softmax.return_lse else None
 
 
-def _gather(pages: torch.Tensor, slots_N: torch.Tensor, requests: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _gather(pages: torch.Tensor, slots_N: torch.Tensor, tile: Tile, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return the pool's rows at ``slots_N`` (int64 [requests * keys]) in ``dtype``: [requests, KV heads, keys, dim].
 
-    They are in scratch memory, theirs until the next gather of the same ``name``.
+    They are in scratch memory, theirs until the next gather of the same ``name``; a captured batch gets memory of its
+    own, as scratch that grows after the capture would move under the graph.
     """
+    take = _allocate if tile.captured else _SCRATCH.take
     _, _, heads, dim = pages.shape
     rows, shape = pages.view(-1, heads * dim), (slots_N.shape[0], heads * dim)
     if pages.dtype.itemsize == 1:  # index_select has no float8
         rows = rows.view(torch.uint8)
-    gathered = _SCRATCH.take(name if pages.dtype == dtype else "stored", shape, rows.dtype, pages.device)
+    gathered = take(name if pages.dtype == dtype else "stored", shape, rows.dtype, pages.device)
     torch.index_select(rows, 0, slots_N, out=gathered)
     if pages.dtype != dtype:
-        gathered = _SCRATCH.take(name, shape, dtype, pages.device).copy_(gathered.view(pages.dtype))
-    return gathered.view(requests, -1, heads, dim).transpose(1, 2)
+        gathered = take(name, shape, dtype, pages.device).copy_(gathered.view(pages.dtype))
+    return gathered.view(tile.num_requests, -1, heads, dim).transpose(1, 2)
+
+
+def _allocate(name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _fused(
@@ -106,8 +112,8 @@ def _fused(
     """Attend one tile through PyTorch's fused attention: [requests, queries, heads, v head dim]."""
     requests, q_len, heads, _ = q_BnHD.shape
     kv_heads = k_pages.shape[2]
-    k_BHLD = _gather(k_pages, tile.slots_N, requests, q_BnHD.dtype, "k")
-    v_BHLD = _gather(v_pages, tile.slots_N, requests, q_BnHD.dtype, "v")
+    k_BHLD = _gather(k_pages, tile.slots_N, tile, q_BnHD.dtype, "k")
+    v_BHLD = _gather(v_pages, tile.slots_N, tile, q_BnHD.dtype, "v")
     if q_len == 1:
         return _fused_decode(q_BnHD[:, 0], k_BHLD, v_BHLD, tile, softmax).view(requests, 1, heads, -1)
     q_BHnD, grouped = q_BnHD.transpose(1, 2), heads != kv_heads
@@ -189,8 +195,8 @@ def _blocked_queries(
     for first in range(seen_keys.start, seen_keys.stop, step):
         keys = slice(first, min(first + step, seen_keys.stop))
         slots_N = tile.slots_BL[:, keys].reshape(-1)
-        k_BK1LD = _gather(k_pages, slots_N, requests, torch.float32, "k").unsqueeze(2)
-        v_BK1LD = _gather(v_pages, slots_N, requests, torch.float32, "v").unsqueeze(2)
+        k_BK1LD = _gather(k_pages, slots_N, tile, torch.float32, "k").unsqueeze(2)
+        v_BK1LD = _gather(v_pages, slots_N, tile, torch.float32, "v").unsqueeze(2)
         scores = torch.matmul(q_BKGnD, k_BK1LD.transpose(-1, -2)).mul_(softmax.scale)
         if softmax.logit_cap > 0:
             scores = scores.div_(softmax.logit_cap).tanh_().mul_(softmax.logit_cap)

@@ -30,6 +30,7 @@ class Tile:
     is_padded: bool
     is_causal_square: bool
     has_blind_queries: bool
+    captured: bool
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property
@@ -139,6 +140,7 @@ def _tile(batch: PagedBatch, bounds: list[int], seq_lens: list[int], requests: l
         is_padded=min(spans) != max(spans),
         is_causal_square=len(requests) == 1 and window == NO_WINDOW and lens[0] == q_len,
         has_blind_queries=min(lens) < q_len,
+        captured=batch.captured,
     )
 
 
