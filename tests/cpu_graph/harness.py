@@ -17,13 +17,14 @@ REPORT = "CPU_GRAPH_REPORT"
 class GraphReport:
     """What the graphs of a server did.
 
-    ``moved``: what replays read at another address or in another shape than at capture, where a real graph would have
-    gone on reading the old one.
+    ``moved``: what replays read at another address than at capture, where a real graph would have gone on reading the
+    old one; ``resized``: what they read in another shape, as only a row that looks at lengths on the host can.
     """
 
     captured: list[str]
     num_replays: int
     moved: list[str]
+    resized: list[str]
 
 
 def cpu_graph_env(tmp_path: Path) -> dict[str, str]:
@@ -46,4 +47,5 @@ def read_report(env: dict[str, str]) -> GraphReport:
         captured=[event["graph"] for event in events if event["event"] == "capture"],
         num_replays=len(replays),
         moved=[read for event in replays for read in event["moved"]],
+        resized=[read for event in replays for read in event["resized"]],
     )

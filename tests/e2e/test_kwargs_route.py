@@ -152,3 +152,4 @@ def test_decode_graph(tmp_path: Path) -> None:
         )
         report = read_report(env)
         assert report.captured and report.num_replays > 20 and report.moved == []
+        assert all("ops/paged_attention" in what for what in report.resized)

@@ -118,8 +118,10 @@ class EagerGraph:
     def replay(self, key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         output, now = self._watched(self._closures[key])
         captured = self._captured[key]
-        moved = [what for read, (_, what) in now.reads.items() if read not in captured.reads]
-        note(event="replay", graph=str(key), moved=moved)
+        addresses = {read[0] for read in captured.reads}
+        moved = [what for read, (_, what) in now.reads.items() if read[0] not in addresses]
+        resized = [what for read, (_, what) in now.reads.items() if read[0] in addresses and read not in captured.reads]
+        note(event="replay", graph=str(key), moved=moved, resized=resized)
         return output
 
     def cleanup(self) -> None:
