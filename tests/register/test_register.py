@@ -70,7 +70,6 @@ def test_installed_and_unused_costs_nothing_heavy() -> None:
     )
     print(f"entry point: {facts['seconds']:.3f} s, new modules {facts['new']}")
     assert not [name for name in facts["new"] if name.split(".")[0] in ("torch", "transformers", "sglang", "aiter")]
-    assert facts["seconds"] < 1.0
 
 
 def test_auto_is_untouched() -> None:
