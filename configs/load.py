@@ -42,7 +42,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     """Return ``values`` changed as SGLang changes a config: rope is one mapping, whichever of its names is used."""
     result = {**values, **overrides}
     changes = overrides.get("rope_parameters") or overrides.get("rope_scaling")
-    if changes:
+    if isinstance(changes, Mapping):  # anything else is refused where rope is read
         stated = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
         if changes.keys() & {"rope_type", "type"}:
             stated = {key: value for key, value in stated.items() if key not in ("rope_type", "type")}

@@ -225,6 +225,12 @@ def test_the_documented_yarn_override(form: str, name: str) -> None:
     assert spec.rope == load_spec(config(rope_scaling=YARN_FILE)).rope
 
 
+def test_an_override_that_is_no_mapping() -> None:
+    """It is refused by name, like the same value in a file."""
+    with pytest.raises(ConfigError, match="field 'rope_scaling' is 'yarn': a mapping is required"):
+        load_spec(FIXTURES / "Qwen--Qwen3-30B-A3B.json", overrides={"rope_scaling": "yarn"})
+
+
 def test_an_object_in_which_sglang_left_the_older_key() -> None:
     """SGLang writes ``type`` beside rope_type, and an override changes only the latter."""
     from transformers import AutoConfig
