@@ -78,6 +78,13 @@ def _refuse_odd_numbers(fields: Fields, name: str, parameters: Mapping[str, Any]
 
 def _theta(fields: Fields, parameters: Mapping[str, Any]) -> float:
     inner = parameters.get("rope_theta")
+    if inner is None and parameters and not fields.has("rope_theta"):
+        name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+        raise fields.error(
+            name,
+            "it has no rope_theta, and the config has none beside it. Before 0.5.23 SGLang's "
+            "--json-model-override-args replaces the whole mapping: give rope_theta in the override as well",
+        )
     if inner is None:
         return fields.between("rope_theta", 0.0, math.inf)
     if type(inner) not in (int, float) or not 0 < inner < math.inf:

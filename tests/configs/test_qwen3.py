@@ -136,6 +136,7 @@ def test_rope(changes: dict[str, Any], rope: RopeSpec) -> None:
     ("changes", "message"),
     [
         ({"rope_theta": None}, "field 'rope_theta' is absent"),
+        ({"rope_theta": None, "rope_parameters": YARN}, "give rope_theta in the override as well"),
         ({"rope_parameters": {"rope_theta": 5e6}}, "field 'rope_theta' is 1000000.0: it contradicts rope_parameters"),
         ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "contradict each other"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope type 'su' is not served"),
