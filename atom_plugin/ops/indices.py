@@ -25,10 +25,6 @@ class TokenSlots:
 
     slots_T: torch.Tensor
 
-    def first(self, num_tokens: int) -> TokenSlots:
-        """Return the slots of the first ``num_tokens`` tokens."""
-        return TokenSlots(slots_T=self.slots_T[:num_tokens])
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:

@@ -52,16 +52,14 @@ def paged_attention(
     max_keys = _max_keys(k_pages, v_pages, q_THD.dtype)
     tiles = batch.once(("tiles", window, max_keys), lambda: cut_into_tiles(batch, window=window, max_keys=max_keys))
     if len(tiles) == 1 and tiles[0].num_queries == num_tokens:
-        out_BnHD, lse_BnH = _attend(q_THD, k_pages, v_pages, tiles[0], softmax, max_keys)
-        out_THD, lse_TH = out_BnHD.flatten(0, 1), None if lse_BnH is None else lse_BnH.flatten(0, 1)
+        out_THD, lse_TH = _attend(q_THD, k_pages, v_pages, tiles[0], softmax, max_keys)
     else:  # zeros stay where a request has no key, or a row no request
         out_THD = q_THD.new_zeros(num_tokens, num_q_heads, v_dim)
         lse_TH = torch.full((num_tokens, num_q_heads), -torch.inf, device=q_THD.device) if return_lse else None
         for tile in tiles:
-            out_BnHD, lse_BnH = _attend(q_THD[tile.rows], k_pages, v_pages, tile, softmax, max_keys)
-            out_THD[tile.rows] = out_BnHD.flatten(0, 1)
-            if lse_TH is not None and lse_BnH is not None:
-                lse_TH[tile.rows] = lse_BnH.flatten(0, 1)
+            out_THD[tile.rows], tile_lse_TH = _attend(q_THD[tile.rows], k_pages, v_pages, tile, softmax, max_keys)
+            if lse_TH is not None and tile_lse_TH is not None:
+                lse_TH[tile.rows] = tile_lse_TH
     return (out_THD if v_scale == 1.0 else out_THD.mul_(v_scale)), lse_TH
 
 
@@ -75,13 +73,16 @@ def _max_keys(k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype) 
 def _attend(
     q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax, max_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend one tile: ([requests, queries, heads, v head dim], lse [requests, queries, heads] if asked for)."""
-    q_BnHD = q_THD.view(tile.num_requests, tile.q_len, *q_THD.shape[1:])
+    """Attend one tile: ([its queries, heads, v head dim], lse [its queries, heads] if asked for)."""
     fits = tile.num_keys * tile.num_requests <= max_keys
-    if fits and softmax.logit_cap <= 0 and not softmax.return_lse:
-        return _fused(q_BnHD, k_pages, v_pages, tile, softmax), None
+    fused = fits and softmax.logit_cap <= 0 and not softmax.return_lse
+    if fused and tile.q_len == 1:
+        return _fused_decode(q_THD, k_pages, v_pages, tile, softmax), None
+    q_BnHD = q_THD.view(tile.num_requests, tile.q_len, *q_THD.shape[1:])
+    if fused:
+        return _fused_extend(q_BnHD, k_pages, v_pages, tile, softmax).flatten(0, 1), None
     out_BnHD, lse_BnH = _blocked(q_BnHD, k_pages, v_pages, tile, softmax)
-    return out_BnHD, lse_BnH if softmax.return_lse else None
+    return out_BnHD.flatten(0, 1), lse_BnH.flatten(0, 1) if softmax.return_lse else None
 
 
 def _gather(pages: torch.Tensor, slots_N: torch.Tensor, tile: Tile, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -106,16 +107,20 @@ def _allocate(name: str, shape: tuple[int, int], dtype: torch.dtype, device: tor
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _fused(
+def _gather_both(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all keys and values of a tile, [requests, KV heads, keys, dim] each."""
+    k_BHLD = _gather(k_pages, tile.slots_N, tile, dtype, "k")
+    return k_BHLD, _gather(v_pages, tile.slots_N, tile, dtype, "v")
+
+
+def _fused_extend(
     q_BnHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax
 ) -> torch.Tensor:
     """Attend one tile through PyTorch's fused attention: [requests, queries, heads, v head dim]."""
-    requests, q_len, heads, _ = q_BnHD.shape
-    kv_heads = k_pages.shape[2]
-    k_BHLD = _gather(k_pages, tile.slots_N, tile, q_BnHD.dtype, "k")
-    v_BHLD = _gather(v_pages, tile.slots_N, tile, q_BnHD.dtype, "v")
-    if q_len == 1:
-        return _fused_decode(q_BnHD[:, 0], k_BHLD, v_BHLD, tile, softmax).view(requests, 1, heads, -1)
+    q_len, heads, kv_heads = q_BnHD.shape[1], q_BnHD.shape[2], k_pages.shape[2]
+    k_BHLD, v_BHLD = _gather_both(k_pages, v_pages, tile, q_BnHD.dtype)
     q_BHnD, grouped = q_BnHD.transpose(1, 2), heads != kv_heads
     if tile.is_causal_square:
         out = F.scaled_dot_product_attention(
@@ -142,22 +147,23 @@ def _fused(
 
 
 def _fused_decode(
-    q_BHD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor, tile: Tile, softmax: _Softmax
+    q_BHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tile: Tile, softmax: _Softmax
 ) -> torch.Tensor:
-    """Attend one query a request: [requests, heads, v head dim]."""
+    """Attend one query a request through PyTorch's fused attention: [requests, heads, v head dim]."""
     requests, heads, dim = q_BHD.shape
+    k_BHLD, v_BHLD = _gather_both(k_pages, v_pages, tile, q_BHD.dtype)
     group = heads // k_BHLD.shape[1]
     bias = tile.bias(q_BHD.dtype)
     if q_BHD.dtype == torch.float32 or group >= _SMALLEST_FOLDED_GROUP:
         # the heads of a group as a block of queries: K and V are read once for all of them
         q_BHGD = q_BHD.reshape(requests, heads // group, group, dim)
         out = F.scaled_dot_product_attention(q_BHGD, k_BHLD, v_BHLD, attn_mask=bias, scale=softmax.scale)
-    else:
-        q_BH1D = q_BHD.unsqueeze(2)
-        out = F.scaled_dot_product_attention(
-            q_BH1D, k_BHLD, v_BHLD, attn_mask=bias, scale=softmax.scale, enable_gqa=group > 1
-        )
-    return out.reshape(requests, heads, out.shape[3])
+        return out.reshape(requests, heads, out.shape[3])
+    q_BH1D = q_BHD.unsqueeze(2)
+    out = F.scaled_dot_product_attention(
+        q_BH1D, k_BHLD, v_BHLD, attn_mask=bias, scale=softmax.scale, enable_gqa=group > 1
+    )
+    return out.squeeze(2)
 
 
 def _blocked(
