@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
@@ -24,6 +25,11 @@ def arch() -> str:
 def is_accelerator(name: str) -> bool:
     """Return whether ``name`` (an ``arch()`` value) is a GPU."""
     return name != "cpu"
+
+
+def triton_interprets() -> bool:
+    """Return whether Triton kernels run interpreted in this process, which they do on CPUs: Triton's own switch."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def fp8_is_fnuz() -> bool:
