@@ -148,9 +148,10 @@ def qk_norm_rope_store_kv(
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v, and return the normed, rotated q; the arguments keep their values.
 
-    ``q_THD``: [tokens, query heads, head dim]; ``k_THD``, ``v_THD``: [tokens, KV heads, head dim (of v)].
+    ``q_THD``: [tokens, query heads, head dim]; ``k_THD``, ``v_THD``: [tokens, KV heads, head dim (of v)]; all three may
+    be slices of one projection.
     ``q_weight``, ``k_weight``: [head dim] of the RMS norm over each head, None for no norm; ``eps`` inside its root.
-    q, k and v may be slices of one projection. ``positions``: int64 [tokens], or [3, tokens] with ``axis_of_frequency`` (int64 [rotary dim / 2], which of the 3
+    ``positions``: int64 [tokens], or [3, tokens] with ``axis_of_frequency`` (int64 [rotary dim / 2], which of the 3
     axes drives each frequency). ``cos_sin_cache``: [positions, rotary dim], cosines then sines of the angles.
     ``is_neox``: frequency i turns the pair (i, i + rotary dim / 2), else (2i, 2i + 1); dims past the rotary dim stay.
     Norm and rope are fp32 with one rounding to the dtype of q; the store is that of ``ops.store_kv``, into pages

@@ -114,7 +114,7 @@ def _pairs(tile, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr):
 def _weights(weight_ptr, live, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Return the first ``DIM`` weights in float32, once a row: a thread then finds its own without an exchange."""
     i = tl.arange(0, BLOCK)[None, :]
-    return tl.load(weight_ptr + i + tl.zeros_like(live).to(tl.int32), mask=live & (i < DIM), other=0.0).to(tl.float32)
+    return tl.load(weight_ptr + i, mask=live[:, None] & (i < DIM), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -123,11 +123,11 @@ def _cos_sin(cos_sin_ptr, positions_ptr, axes_ptr, token, live, num_positions, a
     """Return float32 cosines and sines [ROWS, BLOCK_HALF]; a position past the cache gives NaN and reads nothing."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     if axes_ptr is None:
-        position = tl.load(positions_ptr + token, mask=live, other=-1).to(tl.int64)
+        position = tl.load(positions_ptr + token, mask=live, other=-1).to(tl.int64)[:, None]
     else:
         axis = tl.load(axes_ptr + i, mask=i < HALF, other=-1).to(tl.int64)
-        known = live & (axis >= 0) & (axis < 3)
-        position = tl.load(positions_ptr + axis * axis_stride + token, mask=known, other=-1).to(tl.int64)
+        known = live[:, None] & (axis >= 0) & (axis < 3)
+        position = tl.load(positions_ptr + axis * axis_stride + token[:, None], mask=known, other=-1).to(tl.int64)
     readable = (position >= 0) & (position < num_positions) & (i < HALF)
     cos_ptr = cos_sin_ptr + position * position_stride + i
     cos = tl.load(cos_ptr, mask=readable, other=float("nan")).to(tl.float32)

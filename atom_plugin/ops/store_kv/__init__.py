@@ -59,7 +59,7 @@ def why_not_triton(
     if pool_dtype == torch.float8_e4m3fnuz and arch not in ("gfx942", "cpu"):
         reasons.append(f"KV cache of {pool_dtype} on {arch}: gfx942 alone reads that format")
     if not device.is_accelerator(arch) and torch.bfloat16 in (kv_dtype, pool_dtype):
-        reasons.append("bfloat16 interpreted: Triton's interpreter computes it in integers; takes float32, float16")
+        reasons.append("bfloat16 interpreted: Triton's interpreter rounds it towards zero; takes float32, float16")
     return reasons
 
 

@@ -11,6 +11,8 @@ from atom_plugin.ops.store_kv.arguments import check
 
 #: Exponent bias of a pool's float8 format, 0 for a pool of wider floats.
 FLOAT8_BIAS = {torch.float8_e4m3fn: 7, torch.float8_e4m3fnuz: 8}
+#: What too large a value becomes in e4m3fn: 448 (0x7E) or NaN (0x7F), PyTorch 2.14 and 2.11 differ. Ours is the host's.
+_FN_OVERFLOW = tl.constexpr(int(torch.tensor(torch.inf).to(torch.float8_e4m3fn).view(torch.uint8)))
 #: Where many programs fit beside each other, one of few elements answers soonest; past this, wide ones move more.
 _FEW_ELEMENTS = 1 << 20
 
@@ -75,29 +77,31 @@ def slot_stride(pages: torch.Tensor) -> int:
 
 
 def launch_shape(num_rows: int, block_dim: int) -> tuple[int, int]:
-    """Return (rows, warps) of a program: 16 elements a thread of 32 while that leaves no program waiting, else 32."""
+    """Return (rows, warps) of a program: 16 elements a thread while all programs fit a GPU at once, else 32."""
     elements, warps = (512, 1) if num_rows * block_dim <= _FEW_ELEMENTS else (4096, 4)
     return max(1, elements // block_dim), warps
 
 
 @triton.jit
 def float8_bytes(x, BIAS: tl.constexpr):
-    """Round float32 to e4m3 of exponent bias ``BIAS`` (7: fn, 8: fnuz), ties to even, what is too large to NaN.
+    """Round float32 to e4m3 of exponent bias ``BIAS`` (7: fn, 8: fnuz), ties to even: PyTorch's conversion.
 
-    PyTorch's conversion. Hardware saturates instead, has one of the two formats only, and cannot be interpreted.
+    In integers, since a GPU has one of the two formats at most, and the interpreter neither.
     """
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7F800000)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    magnitude = tl.minimum(magnitude, 0x7F800000)
     # Three of the 23 bits of the mantissa stay: add half of what goes, less one where the last bit that stays is even.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - BIAS) << 3)
     # Below the smallest normal, 2^(1 - BIAS), floats lie 2^(-2 - BIAS) apart, as float32 does from 2^(21 - BIAS) on.
-    FIXED: tl.constexpr = (148 - BIAS) << 23
     lifted = magnitude.to(tl.float32, bitcast=True) + float(2 ** (21 - BIAS))
-    byte = tl.where(magnitude < ((128 - BIAS) << 23), lifted.to(tl.int32, bitcast=True) - FIXED, normal)
+    subnormal = lifted.to(tl.int32, bitcast=True) - ((148 - BIAS) << 23)
+    byte = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
     if BIAS == 7:
-        byte = tl.minimum(byte, 0x7F) | sign
-    else:  # fnuz has one zero and one NaN, whose byte is that of a negative zero elsewhere
+        byte = tl.where(is_nan, 0x7F, tl.minimum(byte, _FN_OVERFLOW)) | sign
+    else:  # fnuz has no infinity, one zero, and one NaN: the byte that would be a negative zero
         byte = tl.minimum(byte, 0x80)
         byte = tl.where((byte == 0) | (byte == 0x80), byte, byte | sign)
     return byte.to(tl.uint8)
@@ -113,8 +117,8 @@ def stored(x, scale, SCALED: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def token_and_head(block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Return (token, head, whether there is such a row) of the rows of ``block``, [ROWS, 1] each; the token in int64."""
-    row = block * ROWS + tl.arange(0, ROWS)[:, None]
+    """Return (token in int64, head, whether there is such a row) of the rows of ``block``, [ROWS] each."""
+    row = block * ROWS + tl.arange(0, ROWS)
     return (row // HEADS).to(tl.int64), row % HEADS, row < tokens * HEADS
 
 
@@ -130,15 +134,17 @@ def store_rows(x, pool_ptr, slot, writable, head, slot_stride, head_stride, scal
                DIM: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the rows ``x`` [ROWS, BLOCK] of ``head`` to their slots."""
     i = tl.arange(0, BLOCK)[None, :]
-    out_ptr = pool_ptr + slot * slot_stride + head * head_stride + i
-    tl.store(out_ptr, stored(x, scale, SCALED, BIAS).to(pool_ptr.dtype.element_ty), mask=writable & (i < DIM))
+    out_ptr = pool_ptr + (slot * slot_stride + head * head_stride)[:, None] + i
+    kept = writable[:, None] & (i < DIM)
+    tl.store(out_ptr, stored(x, scale, SCALED, BIAS).to(pool_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def load_rows(x_ptr, token, head, live, token_stride, head_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Return the rows [ROWS, BLOCK] of ``head`` of ``token``."""
     i = tl.arange(0, BLOCK)[None, :]
-    return tl.load(x_ptr + token * token_stride + head * head_stride + i, mask=live & (i < DIM), other=0.0)
+    x_ptr += (token * token_stride + head * head_stride)[:, None]
+    return tl.load(x_ptr + i, mask=live[:, None] & (i < DIM), other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])
