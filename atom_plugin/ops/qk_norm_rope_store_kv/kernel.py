@@ -196,8 +196,8 @@ def _qk_norm_rope_store_kv(
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    q_programs = tl.cdiv(tokens * Q_HEADS, ROWS)
-    kv_programs = tl.cdiv(tokens * KV_HEADS, ROWS)
+    q_programs = (tokens * Q_HEADS + ROWS - 1) // ROWS
+    kv_programs = (tokens * KV_HEADS + ROWS - 1) // ROWS
     if program < q_programs:
         token, head, live = token_and_head(program, tokens, Q_HEADS, ROWS)
         cos, sin = _cos_sin(cos_sin_ptr, positions_ptr, axes_ptr, token, live, num_positions, axis_stride,
