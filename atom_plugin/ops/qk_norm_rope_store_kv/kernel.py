@@ -111,21 +111,21 @@ def _pairs(tile, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr):
 
 
 @triton.jit
-def _weights(weight_ptr, live, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first ``DIM`` weights in float32, once a row: a thread then finds its own without an exchange."""
+def _load_shared(x_ptr, other, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first ``DIM`` values once a row, [ROWS, BLOCK]: a thread then finds its own without an exchange."""
     i = tl.arange(0, BLOCK)[None, :]
-    return tl.load(weight_ptr + i, mask=live[:, None] & (i < DIM), other=0.0).to(tl.float32)
+    return tl.load(tl.broadcast_to(x_ptr + i, (ROWS, BLOCK)), mask=i < DIM, other=other)
 
 
 @triton.jit
 def _cos_sin(cos_sin_ptr, positions_ptr, axes_ptr, token, live, num_positions, axis_stride, position_stride,
-             HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
+             HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
     """Return float32 cosines and sines [ROWS, BLOCK_HALF]; a position past the cache gives NaN and reads nothing."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     if axes_ptr is None:
         position = tl.load(positions_ptr + token, mask=live, other=-1).to(tl.int64)[:, None]
     else:
-        axis = tl.load(axes_ptr + i, mask=i < HALF, other=-1).to(tl.int64)
+        axis = _load_shared(axes_ptr, -1, HALF, ROWS, BLOCK_HALF).to(tl.int64)
         known = live[:, None] & (axis >= 0) & (axis < 3)
         position = tl.load(positions_ptr + axis * axis_stride + token[:, None], mask=known, other=-1).to(tl.int64)
     readable = (position >= 0) & (position < num_positions) & (i < HALF)
@@ -159,14 +159,16 @@ def _finish_rows(x_ptr, token, head, live, x_token_stride, x_head_stride, weight
             squares += tl.sum(rest * rest, axis=1, keep_dims=True)
         inverse = tl.rsqrt(squares / DIM + eps)
         if IS_NEOX:
-            first *= inverse * _weights(weight_ptr, live, HALF, BLOCK_HALF)
-            second *= inverse * _weights(weight_ptr + HALF, live, HALF, BLOCK_HALF)
+            of_first = _load_shared(weight_ptr, 0.0, HALF, ROWS, BLOCK_HALF)
+            of_second = _load_shared(weight_ptr + HALF, 0.0, HALF, ROWS, BLOCK_HALF)
         else:
-            of_first, of_second = _pairs(_weights(weight_ptr, live, 2 * HALF, 2 * BLOCK_HALF), ROWS, BLOCK_HALF)
-            first *= inverse * of_first
-            second *= inverse * of_second
+            of_both = _load_shared(weight_ptr, 0.0, 2 * HALF, ROWS, 2 * BLOCK_HALF)
+            of_first, of_second = _pairs(of_both, ROWS, BLOCK_HALF)
+        first *= inverse * of_first.to(tl.float32)
+        second *= inverse * of_second.to(tl.float32)
         if BLOCK_REST > 0:
-            rest *= inverse * _weights(weight_ptr + 2 * HALF, live, DIM - 2 * HALF, BLOCK_REST)
+            of_rest = _load_shared(weight_ptr + 2 * HALF, 0.0, DIM - 2 * HALF, ROWS, BLOCK_REST)
+            rest *= inverse * of_rest.to(tl.float32)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     out_first = (first * cos - second * sin).to(dtype)
     out_second = (second * cos + first * sin).to(dtype)
@@ -201,7 +203,7 @@ def _qk_norm_rope_store_kv(
     if program < q_programs:
         token, head, live = token_and_head(program, tokens, Q_HEADS, ROWS)
         cos, sin = _cos_sin(cos_sin_ptr, positions_ptr, axes_ptr, token, live, num_positions, axis_stride,
-                            position_stride, HALF, BLOCK_HALF)  # fmt: skip
+                            position_stride, HALF, ROWS, BLOCK_HALF)  # fmt: skip
         _finish_rows(q_ptr, token, head, live, q_token_stride, q_head_stride, q_weight_ptr, eps, cos, sin,
                      out_ptr, token, live, Q_HEADS * DIM, DIM, 1.0,
                      DIM, HALF, IS_NEOX, False, 0, ROWS, BLOCK_HALF, BLOCK_REST)  # fmt: skip
@@ -209,7 +211,7 @@ def _qk_norm_rope_store_kv(
         token, head, live = token_and_head(program - q_programs, tokens, KV_HEADS, ROWS)
         slot, writable = slot_of(slots_ptr, token, live, num_slots)
         cos, sin = _cos_sin(cos_sin_ptr, positions_ptr, axes_ptr, token, live, num_positions, axis_stride,
-                            position_stride, HALF, BLOCK_HALF)  # fmt: skip
+                            position_stride, HALF, ROWS, BLOCK_HALF)  # fmt: skip
         _finish_rows(k_ptr, token, head, live, k_token_stride, k_head_stride, k_weight_ptr, eps, cos, sin,
                      k_pool_ptr, slot, writable, k_slot_stride, k_pool_head_stride, k_scale,
                      DIM, HALF, IS_NEOX, SCALED, BIAS, ROWS, BLOCK_HALF, BLOCK_REST)  # fmt: skip
