@@ -11,9 +11,6 @@ import torch
 from atom_plugin.dispatch import NoKernelError
 from atom_plugin.ops.indices import TokenSlots
 from atom_plugin.ops.qk_norm_rope_store_kv import TABLE, QKNormRopeStoreKVProblem, qk_norm_rope_store_kv
-from tests.ops.interpreted_library import interpreter, triton_interpreter
-
-__all__ = ["interpreter", "triton_interpreter"]
 
 TOLERANCE = next(kernel for kernel in TABLE.kernels if kernel.name == "triton").tolerance
 HALF, SINGLE, FN = torch.float16, torch.float32, torch.float8_e4m3fn
@@ -81,23 +78,23 @@ def assert_triton_is_the_reference(dtype: torch.dtype = SINGLE, **how: Any) -> N
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("dims", [(64, 64, 64), (80, 80, 80), (96, 24, 64), (128, 64, 128), (256, 64, 256)])
 def test_head_dims_and_rotated_parts(
-    interpreter: None, dtype: torch.dtype, is_neox: bool, dims: tuple[int, int, int]
+    triton_interpreter: None, dtype: torch.dtype, is_neox: bool, dims: tuple[int, int, int]
 ) -> None:
     assert_triton_is_the_reference(dtype, dims=dims, is_neox=is_neox, k_scale=0.5, v_scale=1.7)
 
 
 @pytest.mark.parametrize("normed", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_norms_are_optional(interpreter: None, normed: tuple[bool, bool], is_neox: bool) -> None:
+def test_norms_are_optional(triton_interpreter: None, normed: tuple[bool, bool], is_neox: bool) -> None:
     assert_triton_is_the_reference(normed=normed, is_neox=is_neox, dims=(24, 16, 8))
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1, (1, 1)), (13, (5, 5)), (3, (64, 4)), (2, (128, 1)), (9, (12, 3))])
-def test_numbers_of_tokens_and_heads(interpreter: None, tokens: int, heads: tuple[int, int]) -> None:
+def test_numbers_of_tokens_and_heads(triton_interpreter: None, tokens: int, heads: tuple[int, int]) -> None:
     assert_triton_is_the_reference(tokens=tokens, heads=heads)
 
 
-def test_wide_programs(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_programs(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large batches take: programs of more rows, in which heads of several tokens meet."""
     from atom_plugin.ops.store_kv import kernel
 
@@ -107,7 +104,7 @@ def test_wide_programs(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("tokens", [5, 1])
-def test_three_position_axes(interpreter: None, is_neox: bool, tokens: int) -> None:
+def test_three_position_axes(triton_interpreter: None, is_neox: bool, tokens: int) -> None:
     positions = torch.randint(NUM_POSITIONS, (3, tokens + 3))[
         :, :tokens
     ]  # the first of more tokens, as in a padded batch
@@ -120,7 +117,7 @@ def test_three_position_axes(interpreter: None, is_neox: bool, tokens: int) -> N
 @pytest.mark.parametrize("cache_dtype", [HALF, torch.bfloat16])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 def test_dtypes_of_the_cache_and_of_the_indices(
-    interpreter: None, cache_dtype: torch.dtype, index_dtype: torch.dtype
+    triton_interpreter: None, cache_dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
     assert_triton_is_the_reference(
         cos_sin_cache=rope_cache(16).to(cache_dtype),
@@ -131,7 +128,9 @@ def test_dtypes_of_the_cache_and_of_the_indices(
 
 @pytest.mark.parametrize("pool_dtype", [FN, torch.float8_e4m3fnuz, HALF])
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_a_quantised_k_has_the_references_bytes(interpreter: None, pool_dtype: torch.dtype, is_neox: bool) -> None:
+def test_a_quantised_k_has_the_references_bytes(
+    triton_interpreter: None, pool_dtype: torch.dtype, is_neox: bool
+) -> None:
     """Without a norm and at angle 0 norm and rope are exact, so that the store alone is compared."""
     how = {
         "dtype": HALF if pool_dtype != HALF else SINGLE,
@@ -148,11 +147,11 @@ def test_a_quantised_k_has_the_references_bytes(interpreter: None, pool_dtype: t
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def test_slots_outside_of_the_pool_are_skipped(interpreter: None) -> None:
+def test_slots_outside_of_the_pool_are_skipped(triton_interpreter: None) -> None:
     assert_triton_is_the_reference(slots_T=torch.tensor([-1, 32, 3, 2**40, -(2**33)]))
 
 
-def test_a_position_outside_of_the_cache_gives_nan_in_the_rotated_dims(interpreter: None) -> None:
+def test_a_position_outside_of_the_cache_gives_nan_in_the_rotated_dims(triton_interpreter: None) -> None:
     positions = torch.tensor([0, NUM_POSITIONS, 1, -1, 2**40])
     slots = torch.arange(5)
     q, k_pages, v_pages = run("triton", positions=positions, slots_T=slots, dims=(24, 16, 24))
@@ -164,7 +163,7 @@ def test_a_position_outside_of_the_cache_gives_nan_in_the_rotated_dims(interpret
 
 
 @pytest.mark.parametrize("row", ["triton", "eager", "reference"])
-def test_no_tokens(interpreter: None, row: str) -> None:
+def test_no_tokens(triton_interpreter: None, row: str) -> None:
     q, k_pages, v_pages = run(row, tokens=0)
     assert q.shape == (0, 3, 16) and k_pages.isnan().all() and v_pages.isnan().all()
 
@@ -203,7 +202,7 @@ CACHE, INDEX = torch.zeros(9, 16), torch.arange(5)
         ({"k_weight": torch.ones(32)[::2]}, r"k_weight is \(16,\) of torch.float32, strides \(2,\)"),
     ],
 )
-def test_arguments_that_do_not_fit(interpreter: None, row: str, bad: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit(triton_interpreter: None, row: str, bad: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
         "q_THD": Q,
         "k_THD": K,

@@ -10,9 +10,6 @@ import torch
 from atom_plugin.dispatch import NoKernelError
 from atom_plugin.ops.indices import TokenSlots
 from atom_plugin.ops.store_kv import TABLE, StoreKVProblem, store_kv
-from tests.ops.interpreted_library import interpreter, triton_interpreter
-
-__all__ = ["interpreter", "triton_interpreter"]
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 HALF, SINGLE = torch.float16, torch.float32
@@ -48,7 +45,7 @@ def assert_triton_is_the_reference(
 @pytest.mark.parametrize("page_size", [1, 8])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 def test_only_the_given_slots_change(
-    interpreter: None, dtype: torch.dtype, pool_dtype: torch.dtype, page_size: int, index_dtype: torch.dtype
+    triton_interpreter: None, dtype: torch.dtype, pool_dtype: torch.dtype, page_size: int, index_dtype: torch.dtype
 ) -> None:
     qkv = (3 * torch.randn(5, 3 * 80 + 3 * 24 + 7)).to(dtype)  # rows of k and v as a projection leaves them
     k, v = qkv[:, 7:247].view(5, 3, 80), qkv[:, 247:].view(5, 3, 24)
@@ -56,12 +53,12 @@ def test_only_the_given_slots_change(
     assert_triton_is_the_reference(k, v, pool_dtype, slots, page_size=page_size, k_scale=0.3, v_scale=1.7)
 
 
-def test_more_rows_than_one_program_takes(interpreter: None) -> None:
+def test_more_rows_than_one_program_takes(triton_interpreter: None) -> None:
     k, v = torch.randn(21, 3, 128), torch.randn(21, 3, 96)
     assert_triton_is_the_reference(k, v, HALF, torch.randperm(24)[:21])
 
 
-def test_slots_outside_of_the_pool_are_skipped(interpreter: None) -> None:
+def test_slots_outside_of_the_pool_are_skipped(triton_interpreter: None) -> None:
     """The pool is the middle of a larger buffer, so that a write past either end would show."""
     memory = torch.zeros(2, 30, 2, 16)
     k_pages, v_pages = (memory[side, 4:20].view(4, 4, 2, 16) for side in (0, 1))
@@ -73,7 +70,7 @@ def test_slots_outside_of_the_pool_are_skipped(interpreter: None) -> None:
 
 
 @pytest.mark.parametrize("pool_dtype", [FN, FNUZ])
-def test_every_float8_value_is_stored_as_itself(interpreter: None, pool_dtype: torch.dtype) -> None:
+def test_every_float8_value_is_stored_as_itself(triton_interpreter: None, pool_dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(pool_dtype)
     pages = [torch.zeros(1, 1, 2, 128).to(pool_dtype) for _ in "kv"]
     store_kv(*[every.float().view(1, 2, 128)] * 2, *pages, TokenSlots(slots_T=torch.tensor([0])), forced="triton")
@@ -85,7 +82,7 @@ def test_every_float8_value_is_stored_as_itself(interpreter: None, pool_dtype: t
 
 
 @pytest.mark.parametrize("pool_dtype", [FN, FNUZ])
-def test_every_rounding_to_float8_is_pytorchs(interpreter: None, pool_dtype: torch.dtype) -> None:
+def test_every_rounding_to_float8_is_pytorchs(triton_interpreter: None, pool_dtype: torch.dtype) -> None:
     """All values of float16 and of bfloat16, the ties between float8 values and their neighbours, random bits."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     values = torch.arange(256, dtype=torch.uint8).view(pool_dtype).float()
@@ -99,7 +96,7 @@ def test_every_rounding_to_float8_is_pytorchs(interpreter: None, pool_dtype: tor
 
 
 @pytest.mark.parametrize("row", ["triton", "eager", "reference"])
-def test_no_tokens(interpreter: None, row: str) -> None:
+def test_no_tokens(triton_interpreter: None, row: str) -> None:
     k, pages = torch.empty(0, 2, 16), torch.zeros(2, 4, 2, 16)
     store_kv(k, k, pages, pages, TokenSlots(slots_T=torch.empty(0, dtype=torch.int64)), forced=row)
     assert pages.eq(0).all()
@@ -130,7 +127,7 @@ SLOTS = torch.arange(5)
         ({"k_THD": K[:1].expand(2**30, 2, 16)}, r"takes fewer than 2\*\*31 \(token, head\) rows"),
     ],
 )
-def test_arguments_that_do_not_fit(interpreter: None, row: str, bad: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit(triton_interpreter: None, row: str, bad: dict[str, Any], message: str) -> None:
     given = {"k_THD": K, "v_THD": K, "k_pages": PAGES, "v_pages": PAGES, "slots_T": SLOTS, **bad}
     slots = TokenSlots(slots_T=given.pop("slots_T"))
     with pytest.raises(ValueError, match=message):
@@ -169,7 +166,7 @@ def test_every_reason(problem: tuple[str, torch.dtype, torch.dtype], reason: str
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, HALF), (HALF, torch.bfloat16)])
-def test_bfloat16_is_not_interpreted(interpreter: None, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_bfloat16_is_not_interpreted(triton_interpreter: None, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     problem = StoreKVProblem(arch="cpu", kv_dtype=dtypes[0], pool_dtype=dtypes[1], forced="triton")
     with pytest.raises(NoKernelError, match="bfloat16 interpreted: Triton's interpreter rounds it towards zero"):
         TABLE.choose(problem, "triton")
