@@ -65,9 +65,7 @@ def signatures_in(package: Path) -> dict[str, list[str]]:
     found = {}
     for function, modules in WANTED.items():
         for module in modules:
-            parameters = aiter_lib.parameters_in(
-                package.joinpath(*module.split(".")).with_suffix(".py"), function
-            )
+            parameters = aiter_lib.parameters_in(package.joinpath(*module.split(".")).with_suffix(".py"), function)
             if parameters is not None:
                 found[f"aiter.{module}.{function}"] = parameters
     return dict(sorted(found.items()))
