@@ -23,7 +23,7 @@ UNIFIED, RAGGED, BATCH_PREFILL = "aiter_unified_attention", "aiter_paged_attenti
 
 _UNIFIED_PASSED = (
     "q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal",
-    "window_size", "block_table", "softcap", "q_descale", "k_descale", "v_descale",
+    "window_size", "block_table", "softcap", "q_descale", "k_descale", "v_descale", "sinks",
 )  # fmt: skip
 _RAGGED_PASSED = (
     "out", "workspace_buffer", "query", "key_cache", "value_cache", "scale", "kv_indptr", "kv_page_indices",
@@ -92,6 +92,8 @@ def _why_not_ragged(problem: PagedAttentionProblem) -> list[str]:
     reasons += _why_not_any(problem) + _why_not_dtypes(problem, takes_float8=True)
     if problem.phase != "decode":
         reasons.append("extend: takes one query a request")
+    if problem.has_sinks:
+        reasons.append("attention sinks: takes none")
     dim, group = problem.qk_head_dim, problem.num_q_heads // problem.num_kv_heads
     if dim % 64 or not 64 <= dim <= 256:
         reasons.append(f"head dim {dim}: takes 64, 128, 192, 256")
@@ -118,6 +120,8 @@ def _why_not_batch_prefill(problem: PagedAttentionProblem) -> list[str]:
     reasons += _why_not_any(problem) + _why_not_dtypes(problem, takes_float8=False)
     if problem.phase != "extend":
         reasons.append("decode: takes extend")
+    if problem.has_sinks:
+        reasons.append("attention sinks: main finds no kernel for them (ROCm/aiter #4976)")
     dims, page_sizes = ((128, 256), (1, 16, 1024)) if is_main else ((128,), (1,))
     if problem.qk_head_dim not in dims:
         reasons.append(f"head dim {problem.qk_head_dim}: takes {', '.join(map(str, dims))}")

@@ -37,9 +37,12 @@ class UnifiedAttention:
         window: int,
         logit_cap: float,
         return_lse: bool,
+        sinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``atom_plugin.ops.paged_attention.paged_attention``."""
         _check(q_THD, k_pages, v_pages, batch, return_lse)
+        if sinks_H is not None and sinks_H.shape != q_THD.shape[1:2]:
+            raise ValueError(f"sinks {tuple(sinks_H.shape)} for {q_THD.shape[1]} query heads: takes one a head")
         out_THD = _out_for(q_THD, batch)
         if not _has_work(q_THD, batch):
             return out_THD, None
@@ -62,6 +65,7 @@ class UnifiedAttention:
             q_descale=None,
             k_descale=number_on(q_THD.device, k_scale) if is_float8 else None,
             v_descale=number_on(q_THD.device, v_scale) if is_float8 else None,
+            sinks=sinks_H,
         )
         _zero_blind(out_THD, batch)
         return (out_THD if is_float8 or v_scale == 1.0 else out_THD.mul_(v_scale)), None
@@ -86,14 +90,15 @@ class PagedAttentionRagged:
         window: int,
         logit_cap: float,
         return_lse: bool,
+        sinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``atom_plugin.ops.paged_attention.paged_attention``."""
         _check(q_THD, k_pages, v_pages, batch, return_lse)
         num_tokens, heads, dim = q_THD.shape
-        if batch.max_q_len > 1 or num_tokens != batch.seq_lens_B.shape[0] or window != NO_WINDOW:
+        if batch.max_q_len > 1 or num_tokens != batch.seq_lens_B.shape[0] or window != NO_WINDOW or sinks_H is not None:
             raise ValueError(
                 f"{num_tokens} queries of {batch.seq_lens_B.shape[0]} requests, up to {batch.max_q_len} each, window "
-                f"{window}: takes one query a request and no window"
+                f"{window}, sinks {sinks_H is not None}: takes one query a request, no window and no sinks"
             )
         if k_pages.stride() != v_pages.stride():
             raise ValueError(f"pages with strides {k_pages.stride()} of k, {v_pages.stride()} of v: takes equal ones")
@@ -157,9 +162,12 @@ class BatchPrefill:
         window: int,
         logit_cap: float,
         return_lse: bool,
+        sinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``atom_plugin.ops.paged_attention.paged_attention``."""
         _check(q_THD, k_pages, v_pages, batch, return_lse)
+        if sinks_H is not None:
+            raise ValueError("attention sinks: takes none")
         out_THD = _out_for(q_THD, batch)
         if not _has_work(q_THD, batch):
             return out_THD, None

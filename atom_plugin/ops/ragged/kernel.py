@@ -120,6 +120,4 @@ def zero_blind(out_THD: torch.Tensor, qo_indptr_B1: torch.Tensor, seq_lens_B: to
     if not out_THD.is_contiguous():
         raise ValueError(f"an output with strides {out_THD.stride()}: has to be contiguous")
     requests, row_size = seq_lens_B.shape[0], out_THD.shape[1] * out_THD.shape[2]
-    _zero_blind[(requests + 1,)](
-        out_THD, out_THD.shape[0], row_size, qo_indptr_B1, seq_lens_B, requests, BLOCK=_BLOCK
-    )
+    _zero_blind[(requests + 1,)](out_THD, out_THD.shape[0], row_size, qo_indptr_B1, seq_lens_B, requests, BLOCK=_BLOCK)
