@@ -10,6 +10,7 @@ import torch
 from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.ops.store_kv.aiter import ROWS as AITER_ROWS
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,6 +85,7 @@ _EXACT = dict.fromkeys(_FLOATS, Tolerance(rtol=0.0, atol=0.0))
 TABLE: Table[StoreKVProblem] = Table(
     "store_kv",
     [
+        *AITER_ROWS,
         Kernel("eager", _why_not_eager, _load_eager, _EXACT),
         Kernel("reference", _why_not_reference, _load_reference, _EXACT),
     ],
