@@ -10,7 +10,8 @@ from atom_plugin import aiter_lib, device
 
 ARCHS = ("gfx942", "gfx950")
 #: The only float8 that AITER's kernels decode on an architecture: the other's bytes would be read as other numbers.
-FLOAT8_OF_ARCH = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+#: Interpreted on a CPU its kernels are those of gfx942.
+FLOAT8_OF_ARCH = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn, "cpu": torch.float8_e4m3fnuz}
 
 
 def why_not_aiter(

@@ -6,16 +6,19 @@ import subprocess
 import sys
 
 _PROGRAM = """
-import sys
+import importlib.util, sys
 from atom_plugin.ops import indices, paged_attention, qk_norm_rope_store_kv, store_kv
 for op in (paged_attention, qk_norm_rope_store_kv, store_kv):
     for kernel in op.TABLE.kernels:
-        try:
+        if not kernel.name.startswith("aiter_"):
             kernel.load()
-        except ImportError as error:
-            assert kernel.name.startswith("aiter_") and "AITER is not installed" in str(error), (kernel.name, error)
-        else:
-            assert not kernel.name.startswith("aiter_"), kernel.name
+        elif importlib.util.find_spec("aiter") is None:
+            try:
+                kernel.load()
+            except ImportError as error:
+                assert "AITER is not installed" in str(error), error
+            else:
+                raise AssertionError(f"{kernel.name} was loaded without AITER")
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"sglang", "aiter"}))
 """
 

@@ -70,11 +70,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _why_not_unified(problem: PagedAttentionProblem) -> list[str]:
     reasons = why_not_aiter(problem.arch, UNIFIED, problem.forced, "unified_attention", _UNIFIED_PASSED, in_triton=True)
-    reasons += _why_not_any(problem) + _why_not_dtypes(problem, takes_float8=True, takes_float32=problem.arch == "cpu")
+    is_wheel = aiter_lib.version() == "wheel"
+    takes_float32 = is_wheel and problem.arch == "cpu"  # main asserts against it where it splits the keys
+    reasons += _why_not_any(problem) + _why_not_dtypes(problem, takes_float8=True, takes_float32=takes_float32)
     dim, page_size = problem.qk_head_dim, problem.page_size
     if not 16 <= dim <= 512:
         reasons.append(f"head dim {dim}: takes 16 to 512")
-    elif aiter_lib.version() == "wheel" and dim & (dim - 1):
+    elif is_wheel and dim & (dim - 1):
         reasons.append(f"head dim {dim}: AITER wheel takes powers of two")  # its reduction names a variable it lacks
     if page_size < 16 or page_size & (page_size - 1):
         reasons.append(f"page size {page_size}: takes powers of two from 16")
