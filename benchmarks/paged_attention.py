@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import triton
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from atom_plugin.ops.indices import PageTable
@@ -36,10 +38,11 @@ class Work:
     page_size: int
     q_len: int = 1
     kv_dtype: torch.dtype = torch.bfloat16
+    max_copies: int = 16
 
     def __post_init__(self) -> None:
         pages = -(-self.context // self.page_size)
-        self.copies = max(2, min(16, COLD_BYTES // self.kv_bytes + 1))
+        self.copies = min(self.max_copies, COLD_BYTES // self.kv_bytes + 2)
         total = self.copies * self.batch * pages
         shape = (total, self.page_size, KV_HEADS, DIM)
         self.k, self.v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(self.kv_dtype) for _ in range(2))
@@ -204,42 +207,67 @@ def extend() -> None:
         )
 
 
+Candidate = tuple[dict[str, object], tuple[int, int, int, int], int]  # cell, (block_m, block_n, warps, stages), splits
+
+
+def candidates() -> list[Candidate]:
+    """Return what the sweep tries."""
+    few = [(16, n, w, s) for n in (64, 128) for w in (4, 8) for s in (3, 5)]
+    groups = [
+        ({"batch": 64, "context": 8192, "page_size": 64}, [(16, 64, 4, s) for s in (4, 5, 6)], (1, 2, 4)),
+        ({"batch": 64, "context": 8192, "page_size": 1}, few, (1, 2)),
+        ({"batch": 64, "context": 8192, "page_size": 64, "kv_dtype": FP8}, few, (1, 2, 4)),
+        ({"batch": 1, "context": 8192, "page_size": 64}, few, (16, 32, 64)),
+        ({"batch": 16, "context": 1024, "page_size": 64}, few, (1, 2, 4)),
+        ({"batch": 256, "context": 1024, "page_size": 64}, [(16, 64, 4, s) for s in (3, 4, 5)], (1, 2)),
+        (
+            {"batch": 64, "context": 8192, "page_size": 64, "q_len": 8},
+            [(64, n, w, s) for n in (64, 128) for w in (4, 8) for s in (3, 4, 5)],
+            (1, 2),
+        ),
+        (
+            {"batch": 1, "context": 12288, "page_size": 64, "q_len": 4096},
+            [(m, n, w, s) for m in (64, 128) for n in (64, 128) for w in (4, 8) for s in (2, 3, 4)],
+            (1,),
+        ),
+    ]
+    return [(cell, shape, split) for cell, shapes, splits in groups for shape in shapes for split in splits]
+
+
+def with_shape(candidate: Candidate, run: Callable[[Work], float], **work: object) -> float:
+    """Return ``run`` of the candidate's cell with its launch shape; infinity where that does not fit the chip."""
+    cell, (block_m, block_n, warps, stages), splits = candidate
+    own = kernel.shape_for, kernel.splits_for
+    shape = kernel.Shape(block_m=block_m, block_n=block_n, warps=warps, stages=stages)
+    kernel.shape_for, kernel.splits_for = (lambda *_args, **_kw: shape), (lambda **_kw: splits)
+    try:
+        return run(Work(**{**cell, **work}))
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
+    finally:
+        kernel.shape_for, kernel.splits_for = own
+
+
+def compile_only(candidate: Candidate) -> float:
+    """Compile a candidate into Triton's cache on disk."""
+    return with_shape(candidate, lambda work: float(work.ours()(0).numel()), max_copies=1)
+
+
 def sweep() -> None:
     """Print the best launch shapes of a few cells."""
-    shape_for, splits_for = kernel.shape_for, kernel.splits_for
-    shapes = {
-        16: [(16, n, w, s) for n in (32, 64, 128) for w in (2, 4, 8) for s in (2, 3, 4, 5)],
-        64: [(64, n, w, s) for n in (64, 128) for w in (4, 8) for s in (2, 3, 4)],
-        128: [(m, n, w, s) for m in (64, 128) for n in (64, 128) for w in (4, 8) for s in (2, 3, 4)],
-    }
-    cells = [
-        (16, Work(batch=64, context=8192, page_size=64), (1, 2, 4, 8)),
-        (16, Work(batch=64, context=8192, page_size=1), (2, 4)),
-        (16, Work(batch=64, context=8192, page_size=64, kv_dtype=FP8), (2, 4)),
-        (16, Work(batch=1, context=8192, page_size=64), (16, 32, 64)),
-        (16, Work(batch=256, context=1024, page_size=64), (1, 2)),
-        (64, Work(batch=64, context=8192, page_size=64, q_len=8), (2, 4)),
-        (128, Work(batch=1, context=12288, page_size=64, q_len=4096), (1,)),
-    ]
-    for rows, work, splits in cells:
-        found = []
-        for shape, split in itertools.product(shapes[rows], splits):
-            kernel.shape_for = lambda *_args, shape=shape, **_kw: kernel.Shape(
-                block_m=shape[0], block_n=shape[1], warps=shape[2], stages=shape[3]
-            )
-            kernel.splits_for = lambda split=split, **_kw: split
-            try:
-                found.append((work.us(work.ours()), shape, split))
-            except Exception as error:  # noqa: BLE001 - a shape that does not fit the chip is one result of the sweep
-                found.append((float("inf"), shape, f"{split} {type(error).__name__}"))
-        found.sort(key=lambda one: one[0])
-        print(f"\nbatch {work.batch} context {work.context} page {work.page_size} q {work.q_len} {work.kv_dtype}")
-        for us, shape, split in [*found[:7], found[len(found) // 2]]:
-            print(
-                f"  {us:9.1f} us {work.kv_bytes / us / 1e3:7,.0f} GB/s  m n warps stages {shape} splits {split}",
-                flush=True,
-            )
-    kernel.shape_for, kernel.splits_for = shape_for, splits_for
+    tried = candidates()
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        pool.map(compile_only, tried, chunksize=4)
+    found: dict[str, list[tuple[float, Candidate]]] = {}
+    for candidate in tried:
+        found.setdefault(str(candidate[0]), []).append(
+            (with_shape(candidate, lambda work: work.us(work.ours())), candidate)
+        )
+    for cell, times in found.items():
+        times.sort(key=lambda one: one[0])
+        print(f"\n{cell}")
+        for us, (_, shape, splits) in [*times[:6], times[len(times) // 2]]:
+            print(f"  {us:9.1f} us  m n warps stages {shape} splits {splits}", flush=True)
 
 
 def main() -> None:

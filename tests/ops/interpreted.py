@@ -14,12 +14,22 @@ def _kernel_modules() -> list[str]:
 
 @pytest.fixture
 def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let rows loaded in this test be interpreted, and forget them afterwards.
+    """Let rows loaded in this test, and Triton's library that they call, be interpreted; and forget them afterwards.
 
-    Triton decides at decoration: a kernel module that was imported without the interpreter stays compiled.
+    Triton decides at decoration: a kernel module that was imported without the interpreter stays compiled, and so does
+    the library (``tl.sum``, ``tl.cdiv``), which an interpreted kernel cannot call then.
     """
-    pytest.importorskip("triton", reason="Triton is not installed here")
+    import triton
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, function in list(vars(tl.standard).items()):
+        if isinstance(function, JITFunction):
+            interpreted = triton.jit(function.fn)
+            monkeypatch.setattr(tl.standard, name, interpreted)
+            if name in vars(tl):
+                monkeypatch.setattr(tl, name, interpreted)
     held = {name: sys.modules.pop(name) for name in _kernel_modules()}
     yield
     for name in _kernel_modules():

@@ -203,6 +203,11 @@ def paged_attention(
     exponentials of the scores, the sink's included, -inf where no key is seen; None unless ``return_lse``. Raises
     ValueError for tensors that do not fit together, NoKernelError when no row can run this.
     """
+    from atom_plugin.ops.paged_attention.checks import problems_of  # which imports this module
+
+    found = problems_of(q_THD, k_pages, v_pages, batch, sinks_H)
+    if found:
+        raise ValueError("paged_attention: " + "; ".join(found))
     problem = PagedAttentionProblem(
         arch=device.arch(),
         phase="decode" if batch.max_q_len == 1 else "extend",

@@ -45,19 +45,44 @@ def _slots(n, page_row, key_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
         page = tl.load(page_row + n // PAGE_SIZE)
         return page.to(tl.int64) * PAGE_SIZE + (n % PAGE_SIZE + offsets)
     positions = n + offsets
-    pages = tl.load(page_row + positions // PAGE_SIZE, mask=positions < key_end, other=0)
+    pages = tl.load(page_row + positions // PAGE_SIZE, mask=positions < key_end, other=0.0)
     return pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
 
 
 @triton.jit
+def _unpaired(pairs):
+    """Return the (even, odd) columns, in fp16, of e4m3fn values that were loaded as int16, two neighbours at a time.
+
+    16 bits is what NVIDIA's matrix loads transpose; bytes of V, summed over its keys, would be read one by one.
+    Two keys come in a register: (e0 o0 e1 o1) becomes (e0 e1) and (o0 o1).
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 a, b; .reg .b32 x, y;
+             mov.b32 {a, b}, $2;
+             cvt.rn.f16x2.e4m3x2 x, a;
+             cvt.rn.f16x2.e4m3x2 y, b;
+             prmt.b32 $0, x, y, 0x5410;
+             prmt.b32 $1, x, y, 0x7632; }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def _over_keys(
-    acc, top, total, q, q_scale, position, page_row, k, v, k_stride, v_stride, begin, end, key_end, window, cap,
+    acc, acc_odd, top, total, q, q_odd, q_scale, position, page_row, k, v, k_stride, v_stride, begin, end, key_end,
+    window, cap,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, DOT: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Take keys ``begin`` to ``end`` into the running softmax (acc [M, V], top [M] in log2, total [M]).
 
-    MASKED: some query of the block may not see some of these keys, or they are past the request's last one.
+    MASKED: some query of the block may not see some of these keys, or they are past the request's last one. PAIRS: dims
+    count pairs of columns, ``acc`` and ``q`` hold the even ones, ``acc_odd`` and ``q_odd`` the odd ones.
     """
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for n in tl.range(begin, end, BLOCK_N):
@@ -65,24 +90,29 @@ def _over_keys(
         positions = n + tl.arange(0, BLOCK_N)
         k_at = k + slots[None, :] * k_stride + d[:, None]
         v_at = v + slots[:, None] * v_stride + dv[None, :]
+        there = positions < key_end
         if MASKED:
-            there = positions < key_end
             k_DN = tl.load(k_at, mask=there[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
         elif HEAD_DIM != BLOCK_D:
             k_DN = tl.load(k_at, mask=d[:, None] < HEAD_DIM, other=0.0)
         else:
             k_DN = tl.load(k_at)
-        scores = tl.dot(q, k_DN.to(DOT), input_precision="ieee") * q_scale[:, None]
-        if HAS_CAP:  # tanh of them
-            scores = cap * _LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E)) + 1.0))
+        if PAIRS:
+            k_even, k_odd = _unpaired(k_DN)
+            scores = tl.dot(q_odd, k_odd, tl.dot(q, k_even))
+        else:
+            scores = tl.dot(q, k_DN.to(DOT), input_precision="ieee")
+        if HAS_CAP:  # cap * tanh, in log2
+            scores = cap * _LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (q_scale * (2.0 * _LOG2E))[:, None]) + 1.0))
         if MASKED:
             seen = (positions[None, :] <= position[:, None]) & there[None, :]
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] >= position[:, None] - window)
             scores = tl.where(seen, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        # q_scale is positive: the largest score stays the largest, and one instruction scales and subtracts
+        new_top = tl.maximum(top, tl.max(scores, 1) if HAS_CAP else tl.max(scores, 1) * q_scale)
         base = tl.where(new_top == -float("inf"), 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2((scores if HAS_CAP else scores * q_scale[:, None]) - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         if MASKED:
@@ -91,9 +121,16 @@ def _over_keys(
             v_NV = tl.load(v_at, mask=dv[None, :] < V_DIM, other=0.0)
         else:
             v_NV = tl.load(v_at)
-        acc = tl.dot(weights.to(DOT), v_NV.to(DOT), acc * fade[:, None], input_precision="ieee")
+        weights = weights.to(DOT)
+        acc = acc * fade[:, None]
+        if PAIRS:
+            v_even, v_odd = _unpaired(v_NV)
+            acc_odd = tl.dot(weights, v_odd, acc_odd * fade[:, None])
+            acc = tl.dot(weights, v_even, acc)
+        else:
+            acc = tl.dot(weights, v_NV.to(DOT), acc, input_precision="ieee")
         top = new_top
-    return acc, top, total
+    return acc, acc_odd, top, total
 
 
 @triton.jit
@@ -108,37 +145,46 @@ def _finished(acc, top, total, sink, v_scale, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def _write_nothing(
+    out, lse, token, heads, mask, HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, HAS_LSE: tl.constexpr
+):
+    """Write zeros and -inf to the ``heads`` of a row of no request, BLOCK_V columns at a time."""
+    rows = tl.zeros_like(heads).to(tl.int64) + token * HEADS + heads
+    for first in tl.range(0, V_DIM, BLOCK_V):
+        dv = first + tl.arange(0, BLOCK_V)
+        zeros = (rows[:, None] * 0 + dv[None, :] * 0).to(out.dtype.element_ty)
+        tl.store(out + rows[:, None] * V_DIM + dv[None, :], zeros, mask=mask[:, None] & (dv[None, :] < V_DIM))
+    if HAS_LSE:
+        tl.store(lse + rows, (rows * 0).to(tl.float32) - float("inf"), mask=mask)
+
+
+@triton.jit
 def _attend(
     q, k, v, out, lse, qo_indptr, seq_lens, pages, sinks, num_requests, num_tokens, q_stride_t, q_stride_h, k_stride,
     k_stride_h, v_stride, v_stride_h, pages_stride, scale, cap, v_scale, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one KV head over one range of its keys.
 
     ``out``, ``lse``: the op's where SPLITS is 1, else [SPLITS, tokens, heads, V_DIM] and [SPLITS, tokens, heads] in
-    float32, lse in log2. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16.
+    float32, lse in log2. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16. PAIRS:
+    ``k`` and ``v`` are int16, each of two float8 columns; dims count them, and so do their strides.
     """
     kv_head, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     rows = tl.arange(0, BLOCK_M)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    d = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + rows % GROUP
     if (block == 0) & (SPLITS == 1):  # rows of no request; with ranges the reduction writes them
         for token in tl.range(tl.load(qo_indptr + num_requests), num_tokens):
-            row_M = tl.zeros([BLOCK_M], tl.int64) + token * HEADS + heads
-            tl.store(
-                out + row_M[:, None] * V_DIM + dv[None, :],
-                tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty),
-                mask=(rows < GROUP)[:, None] & (dv[None, :] < V_DIM),
-            )
-            if HAS_LSE:
-                tl.store(lse + row_M, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=rows < GROUP)
+            _write_nothing(out, lse, token, heads, rows < GROUP, HEADS, 2 * V_DIM if PAIRS else V_DIM, BLOCK_V, HAS_LSE)
     if BLOCK_A_REQUEST:
         request, first = block, 0
     else:
+        block = tl.num_programs(1) - 1 - block  # the last queries of a request see most keys: they start first
         request = _request_of(block, qo_indptr, num_requests, BLOCK_Q)
         first = (block - (tl.load(qo_indptr + request) // BLOCK_Q + request)) * BLOCK_Q
     q_begin, q_end, seq_len = (
@@ -162,18 +208,21 @@ def _attend(
     begin = key_begin + split * blocks_each * BLOCK_N
     end = tl.minimum(begin + blocks_each * BLOCK_N, key_end)
 
-    q_at = q + (q_begin + query).to(tl.int64)[:, None] * q_stride_t + heads[:, None] * q_stride_h + d[None, :]
-    q_MD = tl.load(q_at, mask=real[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+    q_row = q + (q_begin + query).to(tl.int64)[:, None] * q_stride_t + heads[:, None] * q_stride_h
+    q_there = real[:, None] & (d[None, :] < HEAD_DIM)
+    q_MD = tl.load(q_row + (2 * d[None, :] if PAIRS else d[None, :]), mask=q_there, other=0.0)
+    q_odd = tl.load(q_row + 2 * d[None, :] + 1, mask=q_there, other=0.0) if PAIRS else q_MD
     q_scale = tl.full([BLOCK_M], scale, tl.float32)
     if NARROW:  # by its largest value, as fp16 ends at 65504
-        largest = tl.maximum(tl.max(tl.abs(q_MD.to(tl.float32)), 1), 1e-30)
-        q_MD = q_MD.to(tl.float32) / largest[:, None]
+        largest = tl.maximum(tl.max(tl.abs(q_MD.to(tl.float32)), 1), tl.max(tl.abs(q_odd.to(tl.float32)), 1))
+        largest = tl.maximum(largest, 1e-30)
+        q_MD, q_odd = q_MD.to(tl.float32) / largest[:, None], q_odd.to(tl.float32) / largest[:, None]
         q_scale = q_scale * largest
-    q_MD = q_MD.to(DOT)
+    q_MD, q_odd = q_MD.to(DOT), q_odd.to(DOT)
     if not HAS_CAP:
         q_scale = q_scale * _LOG2E
 
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    acc, acc_odd = tl.zeros([BLOCK_M, BLOCK_V], tl.float32), tl.zeros([BLOCK_M, BLOCK_V if PAIRS else 1], tl.float32)
     top, total = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     page_row = pages + request.to(tl.int64) * pages_stride
     k_head, v_head = k + kv_head * k_stride_h, v + kv_head * v_stride_h
@@ -181,29 +230,36 @@ def _attend(
     if BLOCK_M >= 64 and not HAS_WINDOW:  # many queries compute more than they wait: masks only where needed
         seen_by_all = tl.maximum(tl.minimum(end, seq_len - q_len + first + 1), begin)
         seen_by_all = begin + (seen_by_all - begin) // BLOCK_N * BLOCK_N
-        acc, top, total = _over_keys(
-            acc, top, total, q_MD, q_scale, position, page_row, k_head, v_head, k_stride, v_stride, begin, seen_by_all,
-            key_end, window, cap, HAS_CAP, HAS_WINDOW, False, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V, BLOCK_N, PAGE_SIZE,
-            DOT,
+        acc, acc_odd, top, total = _over_keys(
+            acc, acc_odd, top, total, q_MD, q_odd, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
+            begin, seen_by_all, key_end, window, cap, HAS_CAP, HAS_WINDOW, False, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V,
+            BLOCK_N, PAGE_SIZE, DOT, PAIRS,
         )  # fmt: skip
-    acc, top, total = _over_keys(
-        acc, top, total, q_MD, q_scale, position, page_row, k_head, v_head, k_stride, v_stride, seen_by_all, end,
-        key_end, window, cap, HAS_CAP, HAS_WINDOW, True, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V, BLOCK_N, PAGE_SIZE, DOT,
+    acc, acc_odd, top, total = _over_keys(
+        acc, acc_odd, top, total, q_MD, q_odd, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
+        seen_by_all, end, key_end, window, cap, HAS_CAP, HAS_WINDOW, True, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V,
+        BLOCK_N, PAGE_SIZE, DOT, PAIRS,
     )  # fmt: skip
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
+    V_COLUMNS: tl.constexpr = 2 * V_DIM if PAIRS else V_DIM
+    dv = tl.arange(0, 2 * BLOCK_V if PAIRS else BLOCK_V)
 
     if SPLITS == 1:
         sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) if HAS_SINKS else top
         acc, lse_M = _finished(acc, top, total, sink, v_scale, HAS_SINKS)
         if HAS_LSE:
             tl.store(lse + row_THs, lse_M, mask=real)
-        tl.store(out + row_THs[:, None] * V_DIM + dv[None, :], acc, mask=real[:, None] & (dv[None, :] < V_DIM))
+        tl.store(out + row_THs[:, None] * V_COLUMNS + dv[None, :], acc, mask=real[:, None] & (dv[None, :] < V_COLUMNS))
     else:
         row_THs += split.to(tl.int64) * num_tokens * HEADS
         empty = top == -float("inf")
         tl.store(lse + row_THs, tl.where(empty, top, top + tl.log2(tl.where(empty, 1.0, total))), mask=real)
         acc = acc / total[:, None]
         written = real & (total > 0)
-        tl.store(out + row_THs[:, None] * V_DIM + dv[None, :], acc, mask=written[:, None] & (dv[None, :] < V_DIM))
+        tl.store(
+            out + row_THs[:, None] * V_COLUMNS + dv[None, :], acc, mask=written[:, None] & (dv[None, :] < V_COLUMNS)
+        )
 
 
 @triton.jit
@@ -252,13 +308,12 @@ def shape_for(arch: str, *, rows: int, head_dim: int, itemsize: int) -> Shape:
         return Shape(block_m=min(block_m, 64), block_n=32, warps=4, stages=2)
     if block_m == 128:
         return Shape(block_m=128, block_n=64, warps=8, stages=3)
-    return Shape(block_m=block_m, block_n=64, warps=4, stages=3)
+    return Shape(block_m=block_m, block_n=64, warps=4, stages=3 if block_m == 64 else 5)
 
 
 def splits_for(*, programs: int, max_seq_len: int) -> int:
-    """Return into how many ranges the keys are cut: enough programs for the chip, and 256 keys or more for each."""
-    wanted = max(1, 4 * device.num_multiprocessors() // programs)
-    return min(wanted, max(1, max_seq_len // 256), 64)
+    """Return into how many ranges the keys are cut: a program for each multiprocessor, 128 keys or more for each."""
+    return max(1, min(device.num_multiprocessors() // programs, max_seq_len // 128, 64))
 
 
 def paged_attention(
@@ -282,6 +337,8 @@ def paged_attention(
     lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device) if return_lse else None
     if num_tokens == 0:
         return out_THD, lse_TH
+    if not scale * k_scale > 0:
+        raise ValueError(f"paged_attention: scale {scale} times k_scale {k_scale} has to be positive")
     group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
     dot = _dot_dtype(q_THD.dtype, k_pages.dtype)
     shape = shape_for(device.arch(), rows=batch.max_q_len * group, head_dim=head_dim, itemsize=dot.itemsize)
@@ -293,7 +350,9 @@ def paged_attention(
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, v_dim, dtype=torch.float32, device=q_THD.device)
         part_lses = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
-    block_v = triton.next_power_of_2(v_dim)
+    pairs = k_pages.dtype == torch.float8_e4m3fn and dot == torch.float16 and device.arch().startswith("sm")
+    if pairs:
+        k_pages, v_pages = k_pages.view(torch.int16), v_pages.view(torch.int16)
     _attend[(kv_heads, blocks, splits)](
         q_THD,
         k_pages,
@@ -319,10 +378,10 @@ def paged_attention(
         window,
         GROUP=group,
         HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        V_DIM=v_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_V=block_v,
+        HEAD_DIM=k_pages.shape[3],
+        V_DIM=v_pages.shape[3],
+        BLOCK_D=triton.next_power_of_2(k_pages.shape[3]),
+        BLOCK_V=triton.next_power_of_2(v_pages.shape[3]),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         PAGE_SIZE=batch.page_table.page_size,
@@ -334,6 +393,7 @@ def paged_attention(
         HAS_LSE=return_lse or splits > 1,
         NARROW=dot == torch.float16 and q_THD.dtype != dot,
         DOT=_TRITON[dot],
+        PAIRS=pairs,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -350,7 +410,7 @@ def paged_attention(
             v_scale,
             HEADS=num_heads,
             V_DIM=v_dim,
-            BLOCK_V=block_v,
+            BLOCK_V=triton.next_power_of_2(v_dim),
             SPLITS=splits,
             BLOCK_S=triton.next_power_of_2(splits),
             HAS_SINKS=sinks_H is not None,
