@@ -109,7 +109,7 @@ def _ragged_slots(
         lens = _indices("kv_last_page_lens", last_lens, torch.int32, len(bounds) - 1)
         silent_unless(all(1 <= length <= page_size for length in lens), f"last page lengths {lens} of {page_size}")
     slots = []
-    for begin, end, last in zip(bounds, bounds[1:], lens, strict=True):
+    for begin, end, last in zip(bounds[:-1], bounds[1:], lens, strict=True):
         mine = numbers[begin:end]
         silent_unless(all(0 <= page < num_pages for page in mine), f"pages {mine} of a pool of {num_pages}")
         all_slots = [page * page_size + place for page in mine for place in range(page_size)]
@@ -204,7 +204,7 @@ def mha_batch_prefill_func(
         f"the kernel reads {AHEAD} page indices past the last, these are {ahead[:4]}...",
     )
     k_SKD, v_SKD = (x.reshape(-1, kv_heads, dim).float() for x in (k, v))
-    for begin, end, slots in zip(bounds, bounds[1:], all_slots, strict=True):
+    for begin, end, slots in zip(bounds[:-1], bounds[1:], all_slots, strict=True):
         silent_unless(end - begin <= max_seqlen_q, f"{end - begin} queries, max_seqlen_q is {max_seqlen_q}")
         silent_unless(len(slots) <= max_seqlen_k, f"{len(slots)} keys, max_seqlen_k is {max_seqlen_k}")
         for token in range(begin, end):

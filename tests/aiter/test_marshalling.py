@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -43,12 +44,18 @@ def assert_attends(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
 
 def random_batch(
-    q_lens: list[int], seq_lens: list[int], dtype: torch.dtype = BF16, *, orphans: int = 0, heads: int = 8, **shape: Any
+    q_lens: list[int],
+    seq_lens: list[int],
+    dtype: torch.dtype = BF16,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    orphans: int = 0,
+    **shape: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
     """Return (q, k_pages, v_pages, batch); ``orphans``: rows that belong to no request."""
     shape = {"kv_heads": 2, "dim": 128, **shape}
-    k, v, batch = make_batch(q_lens, seq_lens, v_dim=shape["dim"], **{"dtype": dtype, **shape})
-    return torch.randn(sum(q_lens) + orphans, heads, shape["dim"]).to(dtype), k, v, batch
+    k, v, batch = make_batch(q_lens, seq_lens, v_dim=shape["dim"], dtype=kv_dtype or dtype, **shape)
+    return torch.randn(sum(q_lens) + orphans, 8, shape["dim"]).to(dtype), k, v, batch
 
 
 @BOTH
@@ -57,16 +64,13 @@ def test_decode_over_ragged_pages(install: Install, interpreted_calls: None, ver
     install(version)
     assert_attends(RAGGED, *random_batch([1] * 4, [40, 33, 1, page_size], page_size=page_size))
     assert_attends(RAGGED, *random_batch([1, 1], [300, 257], FP16, page_size=page_size, dim=64), logit_cap=5.0)
-    float8 = {"page_size": 64, "dtype": FNUZ}
-    assert_attends(RAGGED, *random_batch([1, 1], [70, 64], **float8), k_scale=0.5, v_scale=2.0)
+    float8 = random_batch([1, 1], [70, 64], page_size=64, kv_dtype=FNUZ)
+    assert_attends(RAGGED, *float8, k_scale=0.5, v_scale=2.0)
     assert_attends(RAGGED, *random_batch([1], [9], page_size=page_size), k_scale=0.5, v_scale=2.0)
 
 
-@BOTH
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("version", "page_size"), [("wheel", 1), ("main", 1), ("main", 16)])
 def test_extend_over_ragged_pages(install: Install, interpreted_calls: None, version: Any, page_size: int) -> None:
-    if version == "wheel" and page_size > 1:
-        pytest.skip("the wheel takes pages of 1, and test_reasons.py shows that the row refuses others")
     install(version)
     assert_attends(PREFILL, *random_batch([3, 20, 1], [40, 33, 17], page_size=page_size))
     assert_attends(PREFILL, *random_batch([2, 9], [50, 9], FP16, page_size=page_size), window=7, logit_cap=5.0)
@@ -99,11 +103,17 @@ def test_an_eager_batch_is_packed_once_for_all_layers(install: Install, interpre
     assert len({arguments["kv_indptr"].data_ptr() for _, arguments in stand_in.CALLS}) == 1
 
 
-def test_partitions_follow_what_a_request_can_be_and_builds_stay_few(install: Install, interpreted_calls: None) -> None:
-    """A context of 131,072 tokens over a pool of 25,432: no request is longer than the pool."""
+def test_partitions_follow_the_pool_and_builds_stay_few(install: Install, interpreted_calls: None) -> None:
+    """A context of 131,072 tokens over a small pool: no request is longer than the pool, and the workspace follows."""
     from atom_plugin.ops.paged_attention.aiter_calls import _partitions
 
-    assert _partitions(25_432) == 128 and _partitions(131_072) == 512 and _partitions(16_384) == 64
+    install("main")
+    q, k, v, batch = random_batch([1], [600], captured=True)
+    table = dataclasses.replace(batch.page_table, pages_BP=torch.zeros(1, 131_072, dtype=torch.int32))
+    table.pages_BP[:, :600] = batch.page_table.pages_BP[:, :600]
+    assert_attends(RAGGED, q, k, v, dataclasses.replace(batch, page_table=table, max_seq_len=131_072))
+    assert stand_in.CALLS[-1][1]["max_num_partitions"] == 3
+    assert _partitions(16_384) == 64 and _partitions(131_072) == 512
     assert {_partitions(length) // 64 for length in range(16_385, 131_073, 256)} == {2, 4, 8}
 
 
