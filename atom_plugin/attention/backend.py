@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
 from atom_plugin.attention.tables import AttendKey, LayerKernels
 from atom_plugin.ops.indices import TokenSlots
 
+logger = logging.getLogger(__name__)
 #: K and V of one layer as the pool holds them, [pages, page size, KV heads, head dim] each.
 Pages = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,6 +48,7 @@ class AtomAttentionBackend(AttentionBackend):
         self._kernels: dict[Any, LayerKernels] = {}
         for layer in host.attention_layers(runner.model):
             self._kernels_of(layer).resolve(captured=False)
+        self._report_rows()
 
     # Metadata
 
@@ -63,6 +66,7 @@ class AtomAttentionBackend(AttentionBackend):
         self._builder.allocate_for_graphs(max_bs)
         for kernels in self._kernels.values():
             kernels.resolve(captured=True)
+        self._report_rows()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of padded requests: they see the one key of SGLang's dump slot 0."""
@@ -246,6 +250,15 @@ class AtomAttentionBackend(AttentionBackend):
             return_lse=return_lse,
             sinks_H=sinks,
         )
+
+    def _report_rows(self) -> None:
+        """Log which row runs each op, where all layers agree in one line."""
+        told = {
+            ", ".join(sorted({f"{mode.split()[0]}={row}" for mode, row in kernels.rows.items()}))
+            for kernels in self._kernels.values()
+        }
+        for rows in sorted(told):
+            logger.info("The attention backend atom on %s: %s", device.arch(), rows)
 
     def _pages(self, layer: Any) -> Pages:
         """Return the layer's cache through SGLang's getter, which waits for a HiCache load of this layer."""

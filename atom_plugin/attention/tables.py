@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,72 +43,112 @@ class AttendKey(NamedTuple):
     has_sinks: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerProblems:
+    """What one attention layer (a RadixAttention, or the outline of one) asks of each table."""
+
+    layer: Any
+    arch: str
+    q_dtype: torch.dtype
+    pool_dtype: torch.dtype
+    page_size: int
+
+    @property
+    def window(self) -> int:
+        """Return how far back a query sees, NO_WINDOW for all the way."""
+        size: int = self.layer.sliding_window_size
+        return size if size > 0 else paged_attention.NO_WINDOW
+
+    def store(self) -> store_kv.StoreKVProblem:
+        """Return the store of finished keys and values."""
+        return store_kv.StoreKVProblem(arch=self.arch, kv_dtype=self.q_dtype, pool_dtype=self.pool_dtype)
+
+    def norm_rope_store(self, constants: QKNormRope) -> qk_norm_rope_store_kv.QKNormRopeStoreKVProblem:
+        """Return norm, rope and store by what the layer declares."""
+        return qk_norm_rope_store_kv.QKNormRopeStoreKVProblem(
+            arch=self.arch,
+            qkv_dtype=self.q_dtype,
+            pool_dtype=self.pool_dtype,
+            num_q_heads=self.layer.tp_q_head_num,
+            num_kv_heads=self.layer.tp_k_head_num,
+            head_dim=self.layer.qk_head_dim,
+            rotary_dim=constants.rotary_dim,
+            num_position_axes=1 if constants.position_source == "positions" else 3,
+        )
+
+    def attend(self, key: AttendKey) -> paged_attention.PagedAttentionProblem:
+        """Return the attention of ``key``'s mode."""
+        return paged_attention.PagedAttentionProblem(
+            arch=self.arch,
+            phase=key.phase,
+            captured=key.captured,
+            q_dtype=self.q_dtype,
+            kv_dtype=self.pool_dtype,
+            num_q_heads=self.layer.tp_q_head_num,
+            num_kv_heads=self.layer.tp_k_head_num,
+            qk_head_dim=self.layer.qk_head_dim,
+            v_head_dim=self.layer.v_head_dim,
+            page_size=self.page_size,
+            window=self.window,
+            logit_cap=self.layer.logit_cap,
+            return_lse=key.return_lse,
+            has_sinks=key.has_sinks,
+        )
+
+
+def keys_of(*, captured: bool) -> list[AttendKey]:
+    """Return every mode that a layer can be called in, with or without a graph."""
+    modes = itertools.product(PHASES, (False, True), (False, True))
+    return [
+        AttendKey(phase=phase, captured=captured, return_lse=return_lse, has_sinks=has_sinks)
+        for phase, return_lse, has_sinks in modes
+    ]
+
+
 class LayerKernels:
     """The rows chosen for one attention layer; a choice is made once and a layer's scales are read once.
 
-    Raises NoKernelError, with every row's reasons, from the constructor where no row runs the layer.
+    ``rows``: op and mode -> name of the row. Raises NoKernelError, with every row's reasons, from the constructor where
+    no row runs the layer.
     """
 
     def __init__(self, layer: Any, *, arch: str, q_dtype: torch.dtype, pool_dtype: torch.dtype, page_size: int) -> None:
         self.scales = KVScales.of(layer, pool_dtype)
-        self.window: int = layer.sliding_window_size if layer.sliding_window_size > 0 else paged_attention.NO_WINDOW
-        self._layer = layer
-        self._arch, self._q_dtype, self._pool_dtype, self._page_size = arch, q_dtype, pool_dtype, page_size
+        self.rows: dict[str, str] = {}
+        self._problems = LayerProblems(
+            layer=layer, arch=arch, q_dtype=q_dtype, pool_dtype=pool_dtype, page_size=page_size
+        )
+        self.window = self._problems.window
         self._forced = forced_rows()
         self._attend: dict[AttendKey, paged_attention.PagedAttention] = {}
-        self.store: store_kv.StoreKV = self._choose(
-            store_kv.TABLE, store_kv.StoreKVProblem(arch=arch, kv_dtype=q_dtype, pool_dtype=pool_dtype)
-        )
+        self.store: store_kv.StoreKV = self._choose(store_kv.TABLE, self._problems.store(), "store_kv")
         self._norm_rope_store: qk_norm_rope_store_kv.QKNormRopeStoreKV | None = None
 
     def resolve(self, *, captured: bool) -> None:
         """Choose every row that the layer can need, so that a missing one ends the launch and not a request."""
-        constants = declared_by(self._layer)
+        constants = declared_by(self._problems.layer)
         if constants is not None:
             self.norm_rope_store(constants)
-        for phase in PHASES:
-            for return_lse, has_sinks in itertools.product((False, True), repeat=2):
-                self.attend(AttendKey(phase=phase, captured=captured, return_lse=return_lse, has_sinks=has_sinks))
+        for key in keys_of(captured=captured):
+            self.attend(key)
 
     def attend(self, key: AttendKey) -> paged_attention.PagedAttention:
-        """Return the row that attends in ``key``'s phase."""
+        """Return the row that attends in ``key``'s mode."""
         if key not in self._attend:
-            layer = self._layer
-            problem = paged_attention.PagedAttentionProblem(
-                arch=self._arch,
-                phase=key.phase,
-                captured=key.captured,
-                q_dtype=self._q_dtype,
-                kv_dtype=self._pool_dtype,
-                num_q_heads=layer.tp_q_head_num,
-                num_kv_heads=layer.tp_k_head_num,
-                qk_head_dim=layer.qk_head_dim,
-                v_head_dim=layer.v_head_dim,
-                page_size=self._page_size,
-                window=self.window,
-                logit_cap=layer.logit_cap,
-                return_lse=key.return_lse,
-                has_sinks=key.has_sinks,
-            )
-            self._attend[key] = self._choose(paged_attention.TABLE, problem)
+            options = [name for name, asked in (("lse", key.return_lse), ("sinks", key.has_sinks)) if asked]
+            mode = " ".join(["paged_attention", "captured" if key.captured else "eager", key.phase, *options])
+            self._attend[key] = self._choose(paged_attention.TABLE, self._problems.attend(key), mode)
         return self._attend[key]
 
     def norm_rope_store(self, constants: QKNormRope) -> qk_norm_rope_store_kv.QKNormRopeStoreKV:
         """Return the row that norms, rotates and stores by what the layer declares."""
         if self._norm_rope_store is None:
-            problem = qk_norm_rope_store_kv.QKNormRopeStoreKVProblem(
-                arch=self._arch,
-                qkv_dtype=self._q_dtype,
-                pool_dtype=self._pool_dtype,
-                num_q_heads=self._layer.tp_q_head_num,
-                num_kv_heads=self._layer.tp_k_head_num,
-                head_dim=self._layer.qk_head_dim,
-                rotary_dim=constants.rotary_dim,
-                num_position_axes=1 if constants.position_source == "positions" else 3,
-            )
-            self._norm_rope_store = self._choose(qk_norm_rope_store_kv.TABLE, problem)
+            problem = self._problems.norm_rope_store(constants)
+            self._norm_rope_store = self._choose(qk_norm_rope_store_kv.TABLE, problem, "qk_norm_rope_store_kv")
         return self._norm_rope_store
 
-    def _choose(self, table: Table[Any], problem: Any) -> Any:
+    def _choose(self, table: Table[Any], problem: Any, mode: str) -> Any:
         forced = self._forced.get(table.op)
-        return table.choose(replace(problem, forced=forced), forced).load()
+        kernel = table.choose(replace(problem, forced=forced), forced)
+        self.rows[mode] = kernel.name
+        return kernel.load()

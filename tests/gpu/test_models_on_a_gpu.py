@@ -1,8 +1,4 @@
-"""Our model classes on a GPU, beside SGLang's own on the same weights: bf16 with graphs, and block-FP8 checkpoints.
-
-The attention backend is SGLang's: on this rung ours has no row for a GPU, and a launch with it is refused, which is
-tested as well.
-"""
+"""Our model classes and our backend on a GPU, beside SGLang's own on the same weights: bf16, graphs, block FP8."""
 
 from __future__ import annotations
 
@@ -149,11 +145,24 @@ def test_bf16_with_graphs(folder: Path) -> None:
     assert sum(found) / len(found) < 0.05
 
 
-def test_the_atom_backend_is_refused_at_launch() -> None:
-    """No row of ours runs on a GPU yet: the launch ends and lists every row's reason, before the first request."""
-    result, log = run_engine(MOE, [[5, 6, 7]], {"model_impl": "atom"})
-    assert result is None
-    assert "NoKernelError" in log and "eager" in log and "reference" in log
+@pytest.mark.parametrize("prefill_graphs", ["disabled", None], ids=["decode graphs", "all graphs"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_our_model_on_our_backend(prefill_graphs: str | None, kv_cache_dtype: str) -> None:
+    """Norm, rope and store in the backend, under graphs: the logprobs and tokens of SGLang's model on FA3."""
+    ids = solved_problems()
+    common = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
+    theirs, log = run_engine(MOE, ids, {**common, "attention_backend": "fa3", "model_impl": "sglang"})
+    assert theirs is not None, log[-5000:]
+    ours, log = run_engine(MOE, ids, {**common, "model_impl": "atom", "cuda_graph_backend_prefill": prefill_graphs})
+    assert ours is not None, log[-5000:]
+    assert "The attention backend atom on sm90: paged_attention=triton, qk_norm_rope_store_kv=triton" in log
+    found = [
+        abs(a - b) for x, y in zip(ours["scored"], theirs["scored"], strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    equal = [a == b for x, y in zip(ours["tokens"], theirs["tokens"], strict=True) for a, b in zip(x, y, strict=True)]
+    print(f"\natom x atom, KV {kv_cache_dtype}, prefill graphs {prefill_graphs}: {figures(found)}", end="; ")
+    print(f"equal greedy tokens {sum(equal) / len(equal):.3f}")
+    assert sum(found) / len(found) < (0.05 if kv_cache_dtype == "auto" else 0.1)
 
 
 def test_the_eager_row_forced_by_name() -> None:

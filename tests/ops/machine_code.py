@@ -1,0 +1,214 @@
+"""Compiles our Triton kernels for AMD chips without one, exactly as their launchers launch them.
+
+    python -m tests.ops.machine_code > atom_plugin/ops/machine_code.md
+
+A launcher is called on tensors without memory, with its kernels replaced by recorders; what they record (types, sizes,
+constants, warps, stages) is compiled for the chip and its registers, LDS, spills and matrix instructions are read.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from atom_plugin import device
+
+LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel."""
+
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What a chip would run. ``vgprs`` and ``spills`` a thread, ``lds`` bytes a block."""
+
+    kernel: str
+    vgprs: int
+    spills: int
+    lds: int
+    matrix_instructions: int
+    has_dot: bool
+
+
+class _Recorder:
+    def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, _grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int = 4, num_stages: int = 2, **kwargs: Any) -> None:
+            names = self.kernel.arg_names
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.launches.append(Launch(self.kernel, arguments, {"num_warps": num_warps, "num_stages": num_stages}))
+
+        return launch
+
+
+@contextmanager
+def recorded(module: ModuleType, arch: str) -> Iterator[list[Launch]]:
+    """Let the launchers of ``module`` believe that they run on ``arch``, and yield the launches that they make."""
+    launches: list[Launch] = []
+    kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    own = device.arch, device.num_multiprocessors
+    device.arch, device.num_multiprocessors = (lambda: arch), (lambda: 304 if arch == "gfx942" else 256)
+    try:
+        for name, kernel in kernels.items():
+            setattr(module, name, _Recorder(kernel, launches))
+        yield launches
+    finally:
+        device.arch, device.num_multiprocessors = own
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+def compile_for(launch: Launch, arch: str) -> MachineCode:
+    """Compile a recorded launch for ``arch`` as Triton's launcher would specialise it."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{_TYPES[value.dtype]}"
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("hip", arch, 64), options=launch.options)
+    assembly = compiled.asm["amdgcn"]
+
+    def number(field: str) -> int:
+        found = re.search(rf"\.{field}:\s+(\d+)", assembly)
+        assert found is not None, f"no {field} in the assembly of {launch.kernel.__name__}"
+        return int(found.group(1))
+
+    return MachineCode(
+        kernel=launch.kernel.__name__,
+        vgprs=number("vgpr_count"),
+        spills=number("vgpr_spill_count"),
+        lds=compiled.metadata.shared,
+        matrix_instructions=len(re.findall("v_mfma", assembly)),
+        has_dot="tt.dot" in compiled.asm["ttir"],
+    )
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
+    """Return name -> a call of the launcher."""
+    from atom_plugin.ops.indices import PageTable
+    from atom_plugin.ops.paged_attention import NO_WINDOW, PagedBatch, kernel
+
+    def call(
+        *, q_len: int, heads: tuple[int, int] = (32, 4), dim: int = 128, page_size: int = 64,
+        q_dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype = torch.bfloat16, window: int = NO_WINDOW,
+        logit_cap: float = 0.0, batch: int = 64, max_seq_len: int = 32768,
+    ) -> Callable[[], object]:  # fmt: skip
+        pool = empty(4096, page_size, heads[1], dim, dtype=kv_dtype)
+        paged = PagedBatch(
+            qo_indptr_B1=empty(batch + 1, dtype=torch.int32),
+            seq_lens_B=empty(batch, dtype=torch.int32),
+            page_table=PageTable(
+                pages_BP=empty(batch, max_seq_len // page_size, dtype=torch.int32), page_size=page_size
+            ),
+            max_q_len=q_len,
+            max_seq_len=max_seq_len,
+            captured=True,
+        )
+        return lambda: kernel.paged_attention(
+            empty(batch * q_len, heads[0], dim, dtype=q_dtype), pool, pool, paged, scale=0.1, k_scale=1.0, v_scale=1.0,
+            window=window, logit_cap=logit_cap, return_lse=True, sinks_H=empty(heads[0], dtype=torch.float32),
+        )  # fmt: skip
+
+    fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    return {
+        "decode, pages of 64": call(q_len=1),
+        "decode, pages of 1": call(q_len=1, page_size=1),
+        "decode, one request, ranges": call(q_len=1, batch=1),
+        "decode, FP8": call(q_len=1, kv_dtype=fp8),
+        "decode, fp16": call(q_len=1, q_dtype=torch.float16, kv_dtype=torch.float16),
+        "decode, head dim 80": call(q_len=1, dim=80),
+        "decode, head dim 256": call(q_len=1, heads=(16, 2), dim=256),
+        "decode, window and cap": call(q_len=1, window=1024, logit_cap=30.0),
+        "verify 8": call(q_len=8),
+        "verify 8, FP8": call(q_len=8, kv_dtype=fp8),
+        "extend": call(q_len=4096, batch=1),
+        "extend, FP8": call(q_len=4096, batch=1, kv_dtype=fp8),
+        "extend, head dim 256": call(q_len=4096, batch=1, heads=(16, 2), dim=256),
+        "extend, window and cap": call(q_len=4096, batch=1, window=1024, logit_cap=30.0),
+    }
+
+
+def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
+    """Return (kernel module, name) -> a call of one of its launchers, for every kernel of ours."""
+    from atom_plugin.ops.paged_attention import kernel as paged_attention
+
+    return {(paged_attention, name): call for name, call in paged_attention_calls(arch).items()}
+
+
+def machine_code(arch: str) -> Iterator[tuple[str, str, MachineCode]]:
+    """Yield (op, name of the call, machine code) of every kernel that the calls launch."""
+    for (module, name), call in all_calls(arch).items():
+        with recorded(module, arch) as launches:
+            call()
+        for launch in launches:
+            yield module.__name__.split(".")[-2], name, compile_for(launch, arch)
+
+
+def row(arch: str, op: str, name: str, code: MachineCode) -> str:
+    """Return one line of the table."""
+    return (
+        f"| {arch} | {op} | {name} | {code.kernel} | {code.vgprs} | {code.spills} | {code.lds:,} "
+        f"| {code.matrix_instructions} |"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    print("# Machine code of the Triton kernels for AMD\n")
+    print(f"Compiled by Triton {triton.__version__} (`python -m tests.ops.machine_code`), nothing run. VGPRs include")
+    print("accumulation registers, a thread has 512; spills are VGPRs; LDS in bytes a block, of 65,536 on gfx942 and")
+    print("163,840 on gfx950.\n")
+    print(
+        "| chip | op | call | kernel | VGPRs | spills | LDS | matrix instructions |\n|---|---|---|---|---|---|---|---|"
+    )
+    for arch in LDS_BYTES:
+        for op, name, code in machine_code(arch):
+            print(row(arch, op, name, code), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
