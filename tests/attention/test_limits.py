@@ -45,11 +45,14 @@ def test_every_launch_reason(flags: dict[str, Any], reason: str) -> None:
 
 
 def test_rows_are_asked_before_anything_is_built() -> None:
-    """On a GPU every row of every op refuses, and the message says why of each; on a CPU some row runs."""
+    """Some row runs the layer on a CPU and on a GPU; where none does, the message says why of each."""
     outline = LayerOutline(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64, fused=True)
     launch: dict[str, Any] = {"q_dtype": torch.bfloat16, "pool_dtype": torch.bfloat16, "page_size": 1}
     assert why_no_row(outline, arch="cpu", **launch) == []
+    assert why_no_row(outline, arch="gfx942", **launch) == []
+    outline.tp_q_head_num = 34
     (reason,) = why_no_row(outline, arch="gfx942", **launch)
+    assert "17 query heads a KV head: takes up to 16" in reason
     assert "eager" in reason and "reference" in reason and "gfx942" in reason
 
 
@@ -92,10 +95,11 @@ def test_a_layer_that_the_model_did_not_show_is_checked_at_its_first_call() -> N
 
 
 def test_no_kernel_ends_the_launch_with_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator there is no row yet: PyTorch for CPUs is never taken in silence."""
+    """PyTorch for CPUs is never taken in silence on an accelerator."""
     monkeypatch.setattr(device, "arch", lambda: "gfx942")
     with pytest.raises(NoKernelError) as error:
-        World().backend()
+        World(Shape(num_q_heads=34)).backend()
+    assert "17 query heads a KV head: takes up to 16" in str(error.value)
     assert "runs on gfx942 only when forced by name" in str(error.value)
     assert "eager:" in str(error.value) and "reference:" in str(error.value)
 

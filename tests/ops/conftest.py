@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.ops.interpreted import triton_interpreter
 from tests.ops.poison import poison_empty
+
+__all__ = ["triton_interpreter"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import torch
 from atom_plugin.ops.indices import PageTable
 from atom_plugin.ops.paged_attention import TABLE, PagedBatch, paged_attention
 from tests.ops.batches import make_batch
-from tests.ops.interpreted import triton_interpreter  # noqa: F401 - a fixture
 
 TRITON = next(kernel for kernel in TABLE.kernels if kernel.name == "triton")
 HOW = {"scale": 0.3, "k_scale": 0.5, "v_scale": 2.0}
@@ -28,7 +27,7 @@ def assert_defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Pag
 
 
 @pytest.fixture(params=[1, 5], ids=["whole", "ranges"])
-def _splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, triton_interpreter: None) -> None:  # noqa: F811
+def _splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, triton_interpreter: None) -> None:
     from atom_plugin.ops.paged_attention import kernel
 
     monkeypatch.setattr(kernel, "splits_for", lambda **_shape: request.param)

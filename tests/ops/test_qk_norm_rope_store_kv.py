@@ -127,8 +127,8 @@ def test_cells_that_a_cpu_has_to_serve(cell: dict[str, Any]) -> None:
         ({"rotary_dim": 7}, "rotary dim 7 of head dim 64: has to be even and no larger"),
         ({"rotary_dim": 128}, "rotary dim 128 of head dim 64: has to be even and no larger"),
         ({"num_position_axes": 2}, "2 position axes: takes 1, or 3 (time, height, width)"),
-        ({"arch": "gfx942"}, "runs on gfx942 only when forced by name: it is PyTorch for CPUs"),
-        ({"arch": "gfx942"}, "runs only when forced by name: it is the slow definition"),
+        ({"arch": "gfx942", "rotary_dim": 7}, "runs on gfx942 only when forced by name: it is PyTorch for CPUs"),
+        ({"arch": "gfx942", "rotary_dim": 7}, "runs only when forced by name: it is the slow definition"),
     ],
 )
 def test_every_reason(cell: dict[str, Any], reason: str) -> None:

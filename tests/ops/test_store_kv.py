@@ -45,7 +45,12 @@ def test_float8_is_written_and_read_in_one_format(pool_dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("arch", "kv_dtype", "pool_dtype", "reason"),
     [
-        ("gfx950", torch.bfloat16, torch.bfloat16, "runs on gfx950 only when forced by name: it is PyTorch for CPUs"),
+        (
+            "gfx950",
+            torch.bfloat16,
+            torch.float8_e5m2,
+            "runs on gfx950 only when forced by name: it is PyTorch for CPUs",
+        ),
         ("cpu", torch.int8, torch.bfloat16, "keys and values of torch.int8: takes float32, bfloat16, float16"),
         (
             "cpu",
@@ -53,7 +58,7 @@ def test_float8_is_written_and_read_in_one_format(pool_dtype: torch.dtype) -> No
             torch.float8_e5m2,
             "KV cache of torch.float8_e5m2: takes float32, bfloat16, float16, float8_e4m3",
         ),
-        ("gfx950", torch.bfloat16, torch.bfloat16, "runs only when forced by name: it is the slow definition"),
+        ("gfx950", torch.bfloat16, torch.float8_e5m2, "runs only when forced by name: it is the slow definition"),
     ],
 )
 def test_every_reason(arch: str, kv_dtype: torch.dtype, pool_dtype: torch.dtype, reason: str) -> None:

@@ -118,12 +118,18 @@ def _why_not_triton(problem: PagedAttentionProblem) -> list[str]:
         reasons.append(f"KV cache of {problem.kv_dtype}: takes float32, bfloat16, float16, float8_e4m3")
     if problem.kv_dtype == torch.float8_e4m3fnuz and problem.arch.startswith("sm"):
         reasons.append(f"float8_e4m3fnuz on {problem.arch}: it is the FP8 of gfx942, Triton has no conversion here")
+    if not device.is_accelerator(problem.arch) and torch.bfloat16 in (problem.q_dtype, problem.kv_dtype):
+        reasons.append("bfloat16 interpreted: Triton's interpreter rounds it towards zero; takes float32, float16")
+    if problem.arch == "sm80" and problem.kv_dtype == torch.float8_e4m3fn:
+        reasons.append("float8_e4m3fn on sm80: NVIDIA reads it from sm89 on")
     if problem.num_q_heads % problem.num_kv_heads:
         reasons.append(f"{problem.num_q_heads} query heads do not divide over {problem.num_kv_heads} KV heads")
     elif problem.num_q_heads // problem.num_kv_heads > MOST_GROUPED:
         reasons.append(
             f"{problem.num_q_heads // problem.num_kv_heads} query heads a KV head: takes up to {MOST_GROUPED}"
         )
+    if problem.kv_dtype.itemsize == 1 and (problem.qk_head_dim | problem.v_head_dim) % 2:
+        reasons.append(f"odd head dims {problem.qk_head_dim} and {problem.v_head_dim} of float8: takes even ones")
     if max(problem.qk_head_dim, problem.v_head_dim) > 256:
         reasons.append(f"head dims {problem.qk_head_dim} and {problem.v_head_dim}: takes up to 256")
     if problem.page_size & (problem.page_size - 1):

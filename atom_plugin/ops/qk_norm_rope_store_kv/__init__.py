@@ -10,8 +10,12 @@ import torch
 from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.ops.qk_norm_rope_store_kv import arguments
 from atom_plugin.ops.qk_norm_rope_store_kv.aiter import ROWS as AITER_ROWS
 from atom_plugin.ops.store_kv import why_not_on_host as why_not_store_on_host
+from atom_plugin.ops.store_kv import why_not_triton as why_not_store_in_triton
+
+_MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +63,31 @@ class QKNormRopeStoreKV(Protocol):
 
 def _why_not_on_host(problem: QKNormRopeStoreKVProblem, row: str) -> list[str]:
     reasons = why_not_store_on_host(problem.arch, problem.qkv_dtype, problem.pool_dtype, row, problem.forced)
+    return reasons + _why_not_rope(problem)
+
+
+def _why_not_rope(problem: QKNormRopeStoreKVProblem) -> list[str]:
+    reasons = []
     if problem.rotary_dim % 2 or problem.rotary_dim > problem.head_dim:
         reasons.append(f"rotary dim {problem.rotary_dim} of head dim {problem.head_dim}: has to be even and no larger")
     if problem.num_position_axes not in (1, 3):
         reasons.append(f"{problem.num_position_axes} position axes: takes 1, or 3 (time, height, width)")
     return reasons
+
+
+def _why_not_triton(problem: QKNormRopeStoreKVProblem) -> list[str]:
+    reasons = why_not_store_in_triton(
+        problem.arch, problem.qkv_dtype, problem.pool_dtype, "triton", problem.forced
+    ) + _why_not_rope(problem)
+    if problem.head_dim > _MAX_HEAD_DIM:
+        reasons.append(f"head dim {problem.head_dim}: takes up to {_MAX_HEAD_DIM}, a head has to fit a few registers")
+    return reasons
+
+
+def _load_triton() -> QKNormRopeStoreKV:
+    from atom_plugin.ops.qk_norm_rope_store_kv.kernel import qk_norm_rope_store_kv as row
+
+    return row
 
 
 def _why_not_eager(problem: QKNormRopeStoreKVProblem) -> list[str]:
@@ -99,6 +123,7 @@ TABLE: Table[QKNormRopeStoreKVProblem] = Table(
     "qk_norm_rope_store_kv",
     [
         *AITER_ROWS,
+        Kernel("triton", _why_not_triton, _load_triton, _TOLERANCE),
         Kernel("eager", _why_not_eager, _load_eager, _TOLERANCE),
         Kernel("reference", _why_not_reference, _load_reference, _TOLERANCE),
     ],
@@ -126,14 +151,22 @@ def qk_norm_rope_store_kv(
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v, and return the normed, rotated q; the arguments keep their values.
 
-    ``q_THD``: [tokens, query heads, head dim]; ``k_THD``, ``v_THD``: [tokens, KV heads, head dim (of v)].
+    ``q_THD``: [tokens, query heads, head dim]; ``k_THD``, ``v_THD``: [tokens, KV heads, head dim (of v)]; all three may
+    be slices of one projection.
     ``q_weight``, ``k_weight``: [head dim] of the RMS norm over each head, None for no norm; ``eps`` inside its root.
     ``positions``: int64 [tokens], or [3, tokens] with ``axis_of_frequency`` (int64 [rotary dim / 2], which of the 3
     axes drives each frequency). ``cos_sin_cache``: [positions, rotary dim], cosines then sines of the angles.
     ``is_neox``: frequency i turns the pair (i, i + rotary dim / 2), else (2i, 2i + 1); dims past the rotary dim stay.
     Norm and rope are fp32 with one rounding to the dtype of q; the store is that of ``ops.store_kv``, into pages
-    [pages, page size, KV heads, head dim]. Raises NoKernelError when no row can run this.
+    [pages, page size, KV heads, head dim]. A position outside of the cache is an IndexError on a CPU and gives NaN in
+    the rotated dims from Triton. Raises ValueError for arguments that do not fit together and NoKernelError when no
+    row can run this.
     """
+    arguments.check(
+        q_THD, k_THD, v_THD, k_pages, v_pages, slots,
+        positions=positions, axis_of_frequency=axis_of_frequency, cos_sin_cache=cos_sin_cache,
+        q_weight=q_weight, k_weight=k_weight,
+    )  # fmt: skip
     problem = QKNormRopeStoreKVProblem(
         arch=device.arch(),
         qkv_dtype=q_THD.dtype,

@@ -18,7 +18,9 @@ def store_kv(
     v_scale: float,
 ) -> None:
     """See ``atom_plugin.ops.store_kv.store_kv``."""
-    page_size = k_pages.shape[1]
+    num_pages, page_size = k_pages.shape[:2]
     for token, slot in enumerate(slots.slots_T.tolist()):
+        if not 0 <= slot < num_pages * page_size:
+            continue
         k_pages[slot // page_size, slot % page_size] = (k_THD[token] / k_scale).to(k_pages.dtype)
         v_pages[slot // page_size, slot % page_size] = (v_THD[token] / v_scale).to(v_pages.dtype)
