@@ -11,6 +11,7 @@ import torch
 from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops.indices import PageTable
+from atom_plugin.ops.paged_attention.aiter import ROWS as AITER_ROWS
 from atom_plugin.ops.triton_rows import why_not_triton
 
 NO_WINDOW = -1
@@ -174,6 +175,7 @@ _TOLERANCE = {
 TABLE: Table[PagedAttentionProblem] = Table(
     "paged_attention",
     [
+        *AITER_ROWS,
         Kernel("triton", _why_not_triton, _load_triton, _TOLERANCE),
         Kernel("eager", _why_not_eager, _load_eager, _TOLERANCE),
         Kernel("reference", _why_not_reference, _load_reference, _TOLERANCE),

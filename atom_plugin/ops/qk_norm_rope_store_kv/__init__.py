@@ -11,6 +11,7 @@ from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops.indices import TokenSlots
 from atom_plugin.ops.qk_norm_rope_store_kv import arguments
+from atom_plugin.ops.qk_norm_rope_store_kv.aiter import ROWS as AITER_ROWS
 from atom_plugin.ops.store_kv import why_not_on_host as why_not_store_on_host
 from atom_plugin.ops.store_kv import why_not_triton as why_not_store_in_triton
 
@@ -21,7 +22,7 @@ _MAX_HEAD_DIM = 512
 class QKNormRopeStoreKVProblem:
     """What a row has to know to say whether it can run; one per layer kind. Every row takes both rotation orders.
 
-    ``forced``: the row that a person asked for by name.
+    ``normed``: q and k have norm weights. ``forced``: the row that a person asked for by name.
     """
 
     arch: str
@@ -32,6 +33,7 @@ class QKNormRopeStoreKVProblem:
     head_dim: int
     rotary_dim: int
     num_position_axes: int
+    normed: bool = True
     forced: str | None = None
 
 
@@ -120,6 +122,7 @@ _TOLERANCE = {
 TABLE: Table[QKNormRopeStoreKVProblem] = Table(
     "qk_norm_rope_store_kv",
     [
+        *AITER_ROWS,
         Kernel("triton", _why_not_triton, _load_triton, _TOLERANCE),
         Kernel("eager", _why_not_eager, _load_eager, _TOLERANCE),
         Kernel("reference", _why_not_reference, _load_reference, _TOLERANCE),
@@ -173,6 +176,7 @@ def qk_norm_rope_store_kv(
         head_dim=q_THD.shape[2],
         rotary_dim=cos_sin_cache.shape[1],
         num_position_axes=1 if positions.dim() == 1 else positions.shape[0],
+        normed=q_weight is not None,
         forced=forced,
     )
     row: QKNormRopeStoreKV = TABLE.choose(problem, forced).load()

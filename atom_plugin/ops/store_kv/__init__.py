@@ -12,6 +12,7 @@ from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops import triton_rows
 from atom_plugin.ops.indices import TokenSlots
 from atom_plugin.ops.store_kv import arguments
+from atom_plugin.ops.store_kv.aiter import ROWS as AITER_ROWS
 
 FLOAT8_DTYPES = arguments.FLOAT8_DTYPES
 
@@ -111,6 +112,7 @@ _EXACT = dict.fromkeys(arguments.KV_DTYPES, Tolerance(rtol=0.0, atol=0.0))
 TABLE: Table[StoreKVProblem] = Table(
     "store_kv",
     [
+        *AITER_ROWS,
         Kernel("triton", _why_not_triton, _load_triton, _EXACT),
         Kernel("eager", _why_not_eager, _load_eager, _EXACT),
         Kernel("reference", _why_not_reference, _load_reference, _EXACT),
