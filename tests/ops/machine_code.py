@@ -1,6 +1,6 @@
 """Compiles our Triton kernels for AMD chips without one, exactly as their launchers launch them.
 
-    python -m tests.ops.machine_code > atom_plugin/ops/machine_code.md
+    python -m tests.ops.machine_code > benchmarks/amd_machine_code.md
 
 A launcher is called on tensors without memory, with its kernels replaced by recorders; what they record (types, sizes,
 constants, warps, stages) is compiled for the chip and its registers, LDS, spills and matrix instructions are read.
@@ -229,16 +229,29 @@ def qk_norm_rope_store_kv_calls(arch: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def ragged_calls() -> dict[str, Callable[[], object]]:
+    """Return name -> a call of a launcher."""
+    from atom_plugin.ops.indices import PageTable
+    from atom_plugin.ops.ragged import kernel
+
+    lens = empty(64, dtype=torch.int32)
+    table = PageTable(pages_BP=empty(64, 2048, dtype=torch.int32), page_size=16)
+    out, bounds = empty(64, 32, 128, dtype=torch.bfloat16), empty(65, dtype=torch.int32)
+    return {"64 requests": lambda: (kernel.pack(lens, table), kernel.zero_blind(out, bounds, lens))}
+
+
 def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
     """Return (kernel module, name) -> a call of one of its launchers, for every kernel of ours."""
     from atom_plugin.ops.paged_attention import kernel as paged_attention
     from atom_plugin.ops.qk_norm_rope_store_kv import kernel as qk_norm_rope_store_kv
+    from atom_plugin.ops.ragged import kernel as ragged
     from atom_plugin.ops.store_kv import kernel as store_kv
 
     calls = {
         paged_attention: paged_attention_calls(arch),
         store_kv: store_kv_calls(arch),
         qk_norm_rope_store_kv: qk_norm_rope_store_kv_calls(arch),
+        ragged: ragged_calls(),
     }
     return {(module, name): call for module, named in calls.items() for name, call in named.items()}
 
@@ -256,7 +269,7 @@ def row(arch: str, op: str, name: str, code: MachineCode) -> str:
     """Return one line of the table."""
     return (
         f"| {arch} | {op} | {name} | {code.kernel} | {code.vgprs} | {code.spills} | {code.lds:,} "
-        f"| {code.matrix_instructions} |"
+        f"| {code.matrix_instructions} | {'yes' if code.has_dot else 'no'} |"
     )
 
 
@@ -266,9 +279,8 @@ def main() -> None:
     print(f"Compiled by Triton {triton.__version__} (`python -m tests.ops.machine_code`), nothing run. VGPRs include")
     print("accumulation registers, a thread has 512; spills are VGPRs; LDS in bytes a block, of 65,536 on gfx942 and")
     print("163,840 on gfx950.\n")
-    print(
-        "| chip | op | call | kernel | VGPRs | spills | LDS | matrix instructions |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| chip | op | call | kernel | VGPRs | spills | LDS | matrix instructions | has a dot |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for arch in LDS_BYTES:
         for op, name, code in machine_code(arch):
             print(row(arch, op, name, code), flush=True)
