@@ -1,0 +1,371 @@
+"""MLA attention in Triton: keys split over programs, then one reduction over the splits.
+
+A program holds a tile of rows, which are (query, head) pairs of one request, and walks its share of the request's
+keys. A tile of latent rows is read from memory once and serves both products, scores and values. What a program's
+share is comes from ``seq_lens_B`` on the device, so the grid depends on shapes and bounds only.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_plugin import device
+from atom_plugin.ops.mla_attention.config import Config, choose_config
+from atom_plugin.ops.paged_attention import PagedBatch
+
+_LOG2_E = 1.4426950408889634
+_LN_2 = tl.constexpr(0.6931471805599453)
+_REDUCED_AT_ONCE = 16
+
+
+@triton.jit
+def _used_splits(seq_len, num_splits, KEYS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Return (keys a split, splits that have any) of a request: the same in the split kernel and in the reduction."""
+    tiles = tl.cdiv(seq_len, KEYS)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
+    return tiles_per_split * KEYS, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def _zero_rows_of_no_request(
+    out, lse, first_row, step, end_row, LATENT: tl.constexpr, ROWS: tl.constexpr, WRITE_LSE: tl.constexpr
+):
+    """Write what a query without keys gets into the (token, head) rows first_row, first_row + step, ... in tiles."""
+    columns = tl.arange(0, LATENT)
+    for start in range(first_row, end_row, step):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = rows < end_row
+        zeros = tl.zeros([ROWS, LATENT], dtype=out.dtype.element_ty)
+        tl.store(out + rows[:, None] * LATENT + columns[None, :], zeros, mask=inside[:, None])
+        if WRITE_LSE:
+            tl.store(lse + rows, tl.full([ROWS], float("-inf"), dtype=tl.float32), mask=inside)
+
+
+@triton.jit
+def _pages_of(pages_row, start, end, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Return the pages of the keys start ... start + KEYS - 1: one for all of them where they share it. 0 past end."""
+    if PAGE_SIZE % KEYS == 0:
+        pages = tl.load(pages_row + start // PAGE_SIZE, mask=start < end, other=0)
+    else:
+        keys = start + tl.arange(0, KEYS)
+        pages = tl.load(pages_row + keys // PAGE_SIZE, mask=keys < end, other=0)
+    return pages
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_pages_row"])
+def _split_kernel(
+    q,
+    kv,
+    out,
+    lse,
+    qo_indptr,
+    seq_lens,
+    pages,
+    num_tokens,
+    stride_q_token,
+    stride_q_head,
+    stride_page,
+    stride_slot,
+    stride_pages_row,
+    scale_log2,
+    kv_scale,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend one tile of rows to one split of its request's keys; grid (row tiles, splits, requests + 1).
+
+    Without IS_SPLIT ``out`` [tokens, heads, LATENT] and ``lse`` [tokens, heads] are the answer. Else they are float32
+    [splits, tokens, heads, LATENT] and [splits, tokens, heads], the latter base 2; splits without keys stay unwritten.
+    KEYS_FIRST computes both products transposed: wgmma takes 64 rows at least, and few queries have as many.
+    """
+    request = tl.program_id(2)
+    split = tl.program_id(1)
+    first_row = tl.program_id(0) * ROWS
+    first_token = tl.load(qo_indptr + request)
+    if request == tl.num_programs(2) - 1:
+        if not IS_SPLIT:
+            _zero_rows_of_no_request(
+                out,
+                lse,
+                first_token * HEADS + first_row,
+                tl.num_programs(0) * ROWS,
+                num_tokens * HEADS,
+                LATENT,
+                ROWS,
+                WRITE_LSE,
+            )
+        return
+    seq_len = tl.load(seq_lens + request)
+    q_len = tl.load(qo_indptr + request + 1) - first_token
+    if first_row >= q_len * HEADS:
+        return
+    keys_per_split, used_splits = _used_splits(seq_len, tl.num_programs(1), KEYS, MIN_TILES)
+    if IS_SPLIT and split >= used_splits:
+        return
+
+    rows = first_row + tl.arange(0, ROWS)
+    is_row = rows < q_len * HEADS
+    # where position -1 stands, no key is seen: rows past the last one, and queries before the first key
+    position = tl.where(is_row, seq_len - q_len + rows // HEADS, -1)
+    row_index = first_token.to(tl.int64) * HEADS + rows
+    q_rows = q + (first_token + rows // HEADS).to(tl.int64) * stride_q_token + (rows % HEADS) * stride_q_head
+    latent = tl.arange(0, LATENT)
+    q_latent = tl.load(q_rows[:, None] + latent[None, :], mask=is_row[:, None], other=0.0)
+    if ROPE > 0:
+        rope = LATENT + tl.arange(0, ROPE)
+        q_rope = tl.load(q_rows[:, None] + rope[None, :], mask=is_row[:, None], other=0.0)
+
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    if KEYS_FIRST:
+        acc = tl.zeros([LATENT, ROWS], dtype=tl.float32)
+        total = tl.zeros([KEYS, ROWS], dtype=tl.float32)
+    else:
+        acc = tl.zeros([ROWS, LATENT], dtype=tl.float32)
+        total = tl.zeros([ROWS, KEYS], dtype=tl.float32)
+
+    last_row = tl.minimum(first_row + ROWS, q_len * HEADS) - 1
+    start = split * keys_per_split
+    end = tl.minimum(start + keys_per_split, seq_len - q_len + last_row // HEADS + 1)
+    pages_row = pages + request.to(tl.int64) * stride_pages_row
+    # pages are looked up a tile ahead: loads of latent rows that waited for them would not be pipelined
+    page = _pages_of(pages_row, start, end, PAGE_SIZE, KEYS)
+    for first_key in tl.range(start, end, KEYS):
+        keys = first_key + tl.arange(0, KEYS)
+        inside = keys < end
+        key_rows = kv + page.to(tl.int64) * stride_page + (keys % PAGE_SIZE) * stride_slot
+        page = _pages_of(pages_row, first_key + KEYS, end, PAGE_SIZE, KEYS)
+        k_latent = tl.load(key_rows[:, None] + latent[None, :], mask=inside[:, None], other=0.0).to(q_latent.dtype)
+        if KEYS_FIRST:
+            scores = tl.dot(k_latent, tl.trans(q_latent), input_precision=PRECISION)
+        else:
+            scores = tl.dot(q_latent, tl.trans(k_latent), input_precision=PRECISION)
+        if ROPE > 0:
+            k_rope = tl.load(key_rows[:, None] + rope[None, :], mask=inside[:, None], other=0.0).to(q_latent.dtype)
+            if KEYS_FIRST:
+                scores = tl.dot(k_rope, tl.trans(q_rope), scores, input_precision=PRECISION)
+            else:
+                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
+        if KEYS_FIRST:
+            scores = tl.where(keys[:, None] <= position[None, :], scores * scale_log2, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=0))
+        else:
+            scores = tl.where(keys[None, :] <= position[:, None], scores * scale_log2, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen so far: exp2(-inf - 0) is 0, not NaN
+        fade = tl.exp2(top - base)
+        top = new_top
+        if KEYS_FIRST:
+            weights = tl.exp2(scores - base[None, :])
+            total = total * fade[None, :] + weights
+            acc = tl.dot(tl.trans(k_latent), weights.to(q_latent.dtype), acc * fade[None, :], input_precision=PRECISION)
+        else:
+            weights = tl.exp2(scores - base[:, None])
+            total = total * fade[:, None] + weights
+            acc = tl.dot(weights.to(q_latent.dtype), k_latent, acc * fade[:, None], input_precision=PRECISION)
+
+    if KEYS_FIRST:
+        sums = tl.sum(total, axis=0)
+        acc = tl.trans(acc)
+    else:
+        sums = tl.sum(total, axis=1)
+    sums = tl.where(sums == 0.0, 1.0, sums)  # a row that saw no key: acc is 0 and top is -inf
+    acc = acc * (kv_scale / sums)[:, None]
+    log_sums = top + tl.log2(sums)
+    if IS_SPLIT:
+        row_index += split.to(tl.int64) * num_tokens * HEADS
+        tl.store(lse + row_index, log_sums, mask=is_row)
+    elif WRITE_LSE:
+        tl.store(lse + row_index, log_sums * _LN_2, mask=is_row)
+    out_rows = out + row_index * LATENT
+    tl.store(out_rows[:, None] + latent[None, :], acc.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+def _reduce_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    lse,
+    qo_indptr,
+    seq_lens,
+    num_tokens,
+    num_splits,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    """Combine the splits of one row, COLUMNS columns of it; grid (rows of a request, column blocks, requests + 1)."""
+    request = tl.program_id(2)
+    row = tl.program_id(0)
+    first_token = tl.load(qo_indptr + request)
+    if request == tl.num_programs(2) - 1:
+        if tl.program_id(1) == 0:
+            _zero_rows_of_no_request(
+                out,
+                lse,
+                first_token * HEADS + row,
+                tl.num_programs(0),
+                num_tokens * HEADS,
+                LATENT,
+                1,
+                WRITE_LSE,
+            )
+        return
+    q_len = tl.load(qo_indptr + request + 1) - first_token
+    if row >= q_len * HEADS:
+        return
+    _, used_splits = _used_splits(tl.load(seq_lens + request), num_splits, KEYS, MIN_TILES)
+    row_index = first_token.to(tl.int64) * HEADS + row
+    stride_split = num_tokens.to(tl.int64) * HEADS
+
+    splits = tl.arange(0, SPLITS_BLOCK)
+    lse_S = tl.load(partial_lse + splits * stride_split + row_index, mask=splits < used_splits, other=float("-inf"))
+    top = tl.max(lse_S, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lse_S - base), axis=0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], dtype=tl.float32)
+    for first_split in range(0, used_splits, AT_ONCE):
+        part = first_split + tl.arange(0, AT_ONCE)
+        used = part < used_splits
+        part_rows = part * stride_split + row_index
+        part_lse = tl.load(partial_lse + part_rows, mask=used, other=float("-inf"))
+        values = tl.load(partial_out + part_rows[:, None] * LATENT + columns[None, :], mask=used[:, None], other=0.0)
+        acc += tl.sum(values * tl.exp2(part_lse - base)[:, None], axis=0)
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total
+    tl.store(out + row_index * LATENT + columns, acc.to(out.dtype.element_ty))
+    if WRITE_LSE and tl.program_id(1) == 0:
+        tl.store(lse + row_index, (top + tl.log2(total)) * _LN_2)
+
+
+def mla_attention(
+    q_THD: torch.Tensor,
+    kv_pages: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    kv_scale: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``atom_plugin.ops.mla_attention.mla_attention``."""
+    config = choose_config(
+        device.arch(),
+        num_requests=batch.seq_lens_B.shape[0],
+        num_rows=batch.max_q_len * q_THD.shape[1],
+        itemsize=q_THD.dtype.itemsize,
+        max_seq_len=batch.max_seq_len,
+        num_multiprocessors=num_multiprocessors(q_THD.device),
+    )
+    return launch(
+        q_THD,
+        kv_pages,
+        batch,
+        config,
+        kv_lora_rank=kv_lora_rank,
+        scale=scale,
+        kv_scale=kv_scale,
+        return_lse=return_lse,
+    )
+
+
+@functools.cache
+def num_multiprocessors(of: torch.device) -> int:
+    """Return how many multiprocessors (compute units) a GPU has; 1 for a CPU, which interprets."""
+    return 1 if of.type == "cpu" else torch.cuda.get_device_properties(of).multi_processor_count
+
+
+def launch(
+    q_THD: torch.Tensor,
+    kv_pages: torch.Tensor,
+    batch: PagedBatch,
+    config: Config,
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    kv_scale: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the kernels as ``config`` cuts them; else as ``mla_attention``."""
+    num_tokens, heads, dim = q_THD.shape
+    num_requests = batch.seq_lens_B.shape[0]
+    num_rows = batch.max_q_len * heads
+    out_THC = q_THD.new_empty(num_tokens, heads, kv_lora_rank)
+    lse_TH = torch.empty(num_tokens, heads, dtype=torch.float32, device=q_THD.device) if return_lse else out_THC
+    is_split = config.splits > 1
+    split_out, split_lse = out_THC, lse_TH
+    if is_split:
+        split_lse = torch.empty(config.splits, num_tokens, heads, dtype=torch.float32, device=q_THD.device)
+        split_out = split_lse.new_empty(*split_lse.shape, kv_lora_rank)
+    _split_kernel[(triton.cdiv(num_rows, config.rows), config.splits, num_requests + 1)](
+        q_THD,
+        kv_pages,
+        split_out,
+        split_lse,
+        batch.qo_indptr_B1,
+        batch.seq_lens_B,
+        batch.page_table.pages_BP,
+        num_tokens,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        kv_pages.stride(0),
+        dim,
+        batch.page_table.pages_BP.stride(0),
+        scale * kv_scale * _LOG2_E,
+        kv_scale,
+        HEADS=heads,
+        LATENT=kv_lora_rank,
+        ROPE=dim - kv_lora_rank,
+        PAGE_SIZE=batch.page_table.page_size,
+        ROWS=config.rows,
+        KEYS=config.keys,
+        IS_SPLIT=is_split,
+        MIN_TILES=config.min_tiles,
+        KEYS_FIRST=config.keys_first,
+        WRITE_LSE=return_lse,
+        PRECISION="ieee",
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if is_split:
+        columns = min(128, kv_lora_rank)
+        splits_block = triton.next_power_of_2(config.splits)
+        _reduce_kernel[(num_rows, kv_lora_rank // columns, num_requests + 1)](
+            split_out,
+            split_lse,
+            out_THC,
+            lse_TH,
+            batch.qo_indptr_B1,
+            batch.seq_lens_B,
+            num_tokens,
+            config.splits,
+            HEADS=heads,
+            LATENT=kv_lora_rank,
+            COLUMNS=columns,
+            KEYS=config.keys,
+            SPLITS_BLOCK=splits_block,
+            AT_ONCE=min(_REDUCED_AT_ONCE, splits_block),
+            MIN_TILES=config.min_tiles,
+            WRITE_LSE=return_lse,
+            num_warps=4,
+        )
+    return out_THC, lse_TH if return_lse else None
