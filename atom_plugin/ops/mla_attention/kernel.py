@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators
 """MLA attention in Triton: keys split over programs, then one reduction over the splits.
 
 A program holds a tile of rows, which are (query, head) pairs of one request, and walks its share of the request's
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_plugin import device
-from atom_plugin.ops.mla_attention.config import Config, choose_config
+from atom_plugin.ops.mla_attention.config import Config, choose_tiles, split
 from atom_plugin.ops.paged_attention import PagedBatch
 
 _LOG2_E = 1.4426950408889634
@@ -268,11 +269,11 @@ def mla_attention(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``atom_plugin.ops.mla_attention.mla_attention``."""
-    config = choose_config(
-        device.arch(),
+    num_rows = batch.max_q_len * q_THD.shape[1]
+    config = split(
+        choose_tiles(device.arch(), num_rows, q_THD.dtype.itemsize, kv_pages.dtype.itemsize),
         num_requests=batch.seq_lens_B.shape[0],
-        num_rows=batch.max_q_len * q_THD.shape[1],
-        itemsize=q_THD.dtype.itemsize,
+        num_rows=num_rows,
         max_seq_len=batch.max_seq_len,
         num_multiprocessors=num_multiprocessors(q_THD.device),
     )
@@ -308,7 +309,7 @@ def launch(
     """Run the kernels as ``config`` cuts them; else as ``mla_attention``."""
     num_tokens, heads, dim = q_THD.shape
     num_requests = batch.seq_lens_B.shape[0]
-    num_rows = batch.max_q_len * heads
+    num_rows = max(1, batch.max_q_len) * heads
     out_THC = q_THD.new_empty(num_tokens, heads, kv_lora_rank)
     lse_TH = torch.empty(num_tokens, heads, dtype=torch.float32, device=q_THD.device) if return_lse else out_THC
     is_split = config.splits > 1
