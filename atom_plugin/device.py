@@ -37,6 +37,14 @@ def fp8_is_fnuz() -> bool:
     return arch() == "gfx942"
 
 
+@functools.cache
+def num_multiprocessors() -> int:
+    """Return how many programs run side by side: multiprocessors (compute units) of the first GPU, cores of a CPU."""
+    if not torch.cuda.is_available():
+        return os.cpu_count() or 1
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
 def torch_device() -> torch.device:
     """Return the device that this process computes on."""
     return torch.device("cpu") if arch() == "cpu" else torch.device("cuda", torch.cuda.current_device())

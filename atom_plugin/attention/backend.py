@@ -98,7 +98,8 @@ class AtomAttentionBackend(AttentionBackend):
         ``q``: [tokens, query heads * head dim] or [tokens, query heads, head dim]; ``k``, ``v``: the same for KV heads,
         both None where the layer shares another layer's cache. ``save_kv_cache``: store k and v here; else they are
         stored already. ``cos_sin_cache`` and ``is_neox``: q and k come un-normed and un-rotated, and the layer's
-        ``qk_norm_rope`` says how to finish them. Returns [tokens, query heads * v head dim]; with ``return_lse``, here
+        ``qk_norm_rope`` says how to finish them. ``sinks``: as in ``ops.paged_attention``.
+        Returns [tokens, query heads * v head dim]; with ``return_lse``, here
         or in the batch, ([tokens, query heads, v head dim], float32 natural-log lse [tokens, query heads]).
         """
         rope = _Rope.of(cos_sin_cache, is_neox, layer)
@@ -134,8 +135,6 @@ class AtomAttentionBackend(AttentionBackend):
         sinks: torch.Tensor | None,
     ) -> Any:
         layer = call.layer
-        if sinks is not None:
-            raise ValueError(f"attention layer {layer.layer_id} has attention sinks, which atom does not serve")
         return_lse = return_lse or bool(call.forward_batch.mha_return_lse)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         metadata = self._planned(kind, q_THD.shape[0], call)
@@ -144,7 +143,7 @@ class AtomAttentionBackend(AttentionBackend):
         else:
             pages = self._pages(layer)
             real_THD = self._finish_and_store(_first(metadata.num_tokens, q_THD), call, pages)
-            real_THD, lse_TH = self._attend(real_THD, pages, layer, metadata, return_lse=return_lse)
+            real_THD, lse_TH = self._attend(real_THD, pages, layer, metadata, return_lse=return_lse, sinks=sinks)
         return _output(real_THD, lse_TH, num_rows=q_THD.shape[0], return_lse=return_lse)
 
     def _planned(
@@ -226,12 +225,14 @@ class AtomAttentionBackend(AttentionBackend):
         metadata: DecodeMetadata | ExtendMetadata,
         *,
         return_lse: bool,
+        sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         kernels = self._kernels_of(layer)
         key = AttendKey(
             phase="decode" if isinstance(metadata, DecodeMetadata) else "extend",
             captured=metadata.batch.captured,
             return_lse=return_lse,
+            has_sinks=sinks is not None,
         )
         return kernels.attend(key)(
             q_THD,
@@ -243,6 +244,7 @@ class AtomAttentionBackend(AttentionBackend):
             window=kernels.window,
             logit_cap=layer.logit_cap,
             return_lse=return_lse,
+            sinks_H=sinks,
         )
 
     def _pages(self, layer: Any) -> Pages:

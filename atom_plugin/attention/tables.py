@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ class AttendKey(NamedTuple):
     phase: Literal["decode", "extend"]
     captured: bool
     return_lse: bool
+    has_sinks: bool
 
 
 class LayerKernels:
@@ -65,8 +67,8 @@ class LayerKernels:
         if constants is not None:
             self.norm_rope_store(constants)
         for phase in PHASES:
-            for return_lse in (False, True):
-                self.attend(AttendKey(phase=phase, captured=captured, return_lse=return_lse))
+            for return_lse, has_sinks in itertools.product((False, True), repeat=2):
+                self.attend(AttendKey(phase=phase, captured=captured, return_lse=return_lse, has_sinks=has_sinks))
 
     def attend(self, key: AttendKey) -> paged_attention.PagedAttention:
         """Return the row that attends in ``key``'s phase."""
@@ -86,6 +88,7 @@ class LayerKernels:
                 window=self.window,
                 logit_cap=layer.logit_cap,
                 return_lse=key.return_lse,
+                has_sinks=key.has_sinks,
             )
             self._attend[key] = self._choose(paged_attention.TABLE, problem)
         return self._attend[key]

@@ -387,10 +387,22 @@ def test_what_is_not_served_is_refused_and_not_swallowed(mode: ForwardMode) -> N
     world = World()
     step = world.step(mode, [(world.add(9), 1)])
     backend = world.backend()
-    with pytest.raises(ValueError, match="attention layer 0 has attention sinks, which atom does not serve"):
-        world.run(backend, step, sinks=torch.zeros(4))
     with pytest.raises(TypeError, match="unexpected keyword argument 'q_rope'"):
         world.run(backend, step, q_rope=torch.zeros(1))
+
+
+@pytest.mark.parametrize("mode", [EXTEND, DECODE])
+def test_sinks_take_their_share(mode: ForwardMode) -> None:
+    world = World()
+    backend = world.backend()
+    step = world.step(mode, [(world.add(9), 1)])
+    plain = world.run(backend, step)
+    none = world.run(backend, step, sinks=torch.full((4,), -1e9), save_kv_cache=False)
+    torch.testing.assert_close(none, plain)
+    first = world.run(backend, step, sinks=torch.tensor([1e9, -1e9, -1e9, -1e9]), save_kv_cache=False)
+    head_dim = plain.shape[1] // 4
+    assert first[:, :head_dim].eq(0).all()
+    torch.testing.assert_close(first[:, head_dim:], plain[:, head_dim:])
 
 
 def test_padded_table_entries_and_stale_lengths_do_not_leak_into_the_metadata() -> None:

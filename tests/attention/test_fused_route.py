@@ -263,7 +263,9 @@ def test_forced_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     world = FusedWorld(Shape(max_context=64))
     backend = world.backend()
     assert_fused(world, backend, world.fused_step(EXTEND, [(world.add(5), 3)]))
-    chosen = backend._kernels_of(world.layer).attend(tables.AttendKey(phase="extend", captured=False, return_lse=False))
+    chosen = backend._kernels_of(world.layer).attend(
+        tables.AttendKey(phase="extend", captured=False, return_lse=False, has_sinks=False)
+    )
     assert chosen.__module__ == "atom_plugin.ops.paged_attention.reference"
 
 

@@ -31,9 +31,11 @@ class ReadsLiveTensors(AtomAttentionBackend):
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         self.live_lens = forward_batch.seq_lens
 
-    def _attend(self, q_THD: Any, pages: Any, layer: Any, metadata: Any, *, return_lse: bool) -> Any:
+    def _attend(self, q_THD: Any, pages: Any, layer: Any, metadata: Any, *, return_lse: bool, sinks: Any) -> Any:
         live = dataclasses.replace(metadata.batch, seq_lens_B=self.live_lens)
-        return super()._attend(q_THD, pages, layer, dataclasses.replace(metadata, batch=live), return_lse=return_lse)
+        return super()._attend(
+            q_THD, pages, layer, dataclasses.replace(metadata, batch=live), return_lse=return_lse, sinks=sinks
+        )
 
 
 class ReadsTheLiveTable(AtomAttentionBackend):
@@ -43,11 +45,13 @@ class ReadsTheLiveTable(AtomAttentionBackend):
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         self.rows = forward_batch.req_pool_indices.clone()
 
-    def _attend(self, q_THD: Any, pages: Any, layer: Any, metadata: Any, *, return_lse: bool) -> Any:
+    def _attend(self, q_THD: Any, pages: Any, layer: Any, metadata: Any, *, return_lse: bool, sinks: Any) -> Any:
         live_BP = self.req_to_token_pool.req_to_token[self.rows]
         table = dataclasses.replace(metadata.batch.page_table, pages_BP=live_BP)
         live = dataclasses.replace(metadata.batch, page_table=table)
-        return super()._attend(q_THD, pages, layer, dataclasses.replace(metadata, batch=live), return_lse=return_lse)
+        return super()._attend(
+            q_THD, pages, layer, dataclasses.replace(metadata, batch=live), return_lse=return_lse, sinks=sinks
+        )
 
 
 class FreezesLengths(AtomAttentionBackend):

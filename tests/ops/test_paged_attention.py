@@ -12,49 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atom_plugin.dispatch import NoKernelError
-from atom_plugin.ops.indices import PageTable
 from atom_plugin.ops.paged_attention import NO_WINDOW, TABLE, PagedAttentionProblem, PagedBatch, eager, paged_attention
 from atom_plugin.ops.paged_attention.scratch import Scratch
+from tests.ops.batches import make_batch
 
-HUGE_PAGE = 2**30
 EAGER = next(kernel for kernel in TABLE.kernels if kernel.name == "eager")
-
-
-def make_batch(
-    q_lens: list[int],
-    seq_lens: list[int],
-    *,
-    page_size: int = 1,
-    kv_heads: int = 2,
-    dim: int = 16,
-    v_dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-    captured: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Return (k_pages, v_pages, batch) with shuffled pages; what holds no key is NaN, unused table entries are huge."""
-    num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
-    pages = torch.full((len(seq_lens), max(num_pages) + 1), HUGE_PAGE, dtype=torch.int32)
-    order = (torch.randperm(sum(num_pages)) + 1).tolist()
-    k = torch.full((sum(num_pages) + 1, page_size, kv_heads, dim), float("nan"))
-    v = torch.full((sum(num_pages) + 1, page_size, kv_heads, v_dim), float("nan"))
-    for request, seq_len in enumerate(seq_lens):
-        for place in range(num_pages[request]):
-            page = order.pop()
-            pages[request, place] = page
-            filled = min(page_size, seq_len - place * page_size)
-            k[page, :filled], v[page, :filled] = (
-                3 * torch.randn(filled, kv_heads, dim),
-                torch.randn(filled, kv_heads, v_dim),
-            )
-    batch = PagedBatch(
-        qo_indptr_B1=torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32),
-        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
-        page_table=PageTable(pages_BP=pages, page_size=page_size),
-        max_q_len=max(q_lens),
-        max_seq_len=max(seq_lens),
-        captured=captured,
-    )
-    return k.to(dtype), v.to(dtype), batch
 
 
 def assert_rows_agree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, **how: Any) -> None:
@@ -248,6 +210,7 @@ PROBLEM = PagedAttentionProblem(
     window=NO_WINDOW,
     logit_cap=0.0,
     return_lse=False,
+    has_sinks=False,
 )
 
 
@@ -265,12 +228,29 @@ def test_cells_that_a_cpu_has_to_serve(cell: dict[str, Any]) -> None:
     assert TABLE.choose(dataclasses.replace(PROBLEM, **cell)).name == "eager"
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {"captured": True, "return_lse": True, "has_sinks": True},
+        {"phase": "extend", "page_size": 1024, "window": 128, "logit_cap": 30.0},
+        {"q_dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "qk_head_dim": 256, "v_head_dim": 256},
+        {"q_dtype": torch.float16, "kv_dtype": torch.float16, "num_q_heads": 96, "num_kv_heads": 6, "qk_head_dim": 80},
+    ],
+)
+def test_cells_that_a_gpu_has_to_serve(arch: str, cell: dict[str, Any]) -> None:
+    assert TABLE.choose(dataclasses.replace(PROBLEM, arch=arch, **cell)).name == "triton"
+
+
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
-        ({"arch": "gfx942"}, "runs on gfx942 only when forced by name: it is PyTorch for CPUs"),
         (
-            {"arch": "sm90", "captured": True},
+            {"arch": "gfx942", "v_head_dim": 512},
+            "runs on gfx942 only when forced by name: it is PyTorch for CPUs",
+        ),
+        (
+            {"arch": "sm90", "captured": True, "page_size": 3},
             "reads lengths on the host, which a graph captured on sm90 cannot repeat",
         ),
         ({"q_dtype": torch.float8_e4m3fn}, "queries of torch.float8_e4m3fn: takes float32, bfloat16, float16"),
@@ -279,7 +259,12 @@ def test_cells_that_a_cpu_has_to_serve(cell: dict[str, Any]) -> None:
             "KV cache of torch.float8_e5m2: takes float32, bfloat16, float16, float8_e4m3",
         ),
         ({"num_kv_heads": 3}, "8 query heads do not divide over 3 KV heads"),
-        ({"arch": "gfx942"}, "runs only when forced by name: it is the slow definition"),
+        ({"arch": "gfx942", "page_size": 3}, "runs only when forced by name: it is the slow definition"),
+        ({"arch": "gfx942", "page_size": 3}, "pages of 3 tokens: takes powers of two"),
+        ({"arch": "gfx950", "v_head_dim": 512}, "head dims 64 and 512: takes up to 256"),
+        ({"arch": "sm90", "num_q_heads": 34}, "17 query heads a KV head: takes up to 16"),
+        ({"arch": "sm90", "kv_dtype": torch.float8_e4m3fnuz}, "float8_e4m3fnuz on sm90: it is the FP8 of gfx942"),
+        ({"num_kv_heads": 3}, "runs on GPUs; on cpu only interpreted: TRITON_INTERPRET=1, and forced by name"),
     ],
 )
 def test_every_reason(cell: dict[str, Any], reason: str) -> None:

@@ -11,8 +11,10 @@ import torch
 from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops.indices import PageTable
+from atom_plugin.ops.triton_rows import why_not_triton
 
 NO_WINDOW = -1
+MOST_GROUPED = 16  # query heads a KV head that the Triton row takes: they are rows of one block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class PagedAttentionProblem:
     window: int
     logit_cap: float
     return_lse: bool
+    has_sinks: bool
     forced: str | None = None
 
 
@@ -82,6 +85,7 @@ class PagedAttention(Protocol):
         window: int,
         logit_cap: float,
         return_lse: bool,
+        sinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
@@ -103,6 +107,33 @@ def why_not_on_host(problem: PagedAttentionProblem, row: str) -> list[str]:
     if problem.num_q_heads % problem.num_kv_heads:
         reasons.append(f"{problem.num_q_heads} query heads do not divide over {problem.num_kv_heads} KV heads")
     return reasons
+
+
+def _why_not_triton(problem: PagedAttentionProblem) -> list[str]:
+    reasons = why_not_triton(problem.arch, "triton", problem.forced)
+    if problem.q_dtype not in _FLOATS:
+        reasons.append(f"queries of {problem.q_dtype}: takes float32, bfloat16, float16")
+    if problem.kv_dtype not in KV_DTYPES:
+        reasons.append(f"KV cache of {problem.kv_dtype}: takes float32, bfloat16, float16, float8_e4m3")
+    if problem.kv_dtype == torch.float8_e4m3fnuz and problem.arch.startswith("sm"):
+        reasons.append(f"float8_e4m3fnuz on {problem.arch}: it is the FP8 of gfx942, Triton has no conversion here")
+    if problem.num_q_heads % problem.num_kv_heads:
+        reasons.append(f"{problem.num_q_heads} query heads do not divide over {problem.num_kv_heads} KV heads")
+    elif problem.num_q_heads // problem.num_kv_heads > MOST_GROUPED:
+        reasons.append(
+            f"{problem.num_q_heads // problem.num_kv_heads} query heads a KV head: takes up to {MOST_GROUPED}"
+        )
+    if max(problem.qk_head_dim, problem.v_head_dim) > 256:
+        reasons.append(f"head dims {problem.qk_head_dim} and {problem.v_head_dim}: takes up to 256")
+    if problem.page_size & (problem.page_size - 1):
+        reasons.append(f"pages of {problem.page_size} tokens: takes powers of two")
+    return reasons
+
+
+def _load_triton() -> PagedAttention:
+    from atom_plugin.ops.paged_attention.kernel import paged_attention as row
+
+    return row
 
 
 def _why_not_eager(problem: PagedAttentionProblem) -> list[str]:
@@ -137,6 +168,7 @@ _TOLERANCE = {
 TABLE: Table[PagedAttentionProblem] = Table(
     "paged_attention",
     [
+        Kernel("triton", _why_not_triton, _load_triton, _TOLERANCE),
         Kernel("eager", _why_not_eager, _load_eager, _TOLERANCE),
         Kernel("reference", _why_not_reference, _load_reference, _TOLERANCE),
     ],
@@ -155,6 +187,7 @@ def paged_attention(
     window: int = NO_WINDOW,
     logit_cap: float = 0.0,
     return_lse: bool = False,
+    sinks_H: torch.Tensor | None = None,
     forced: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend each query to the keys of its own request up to its own position, and return ``(out, lse)``.
@@ -162,9 +195,11 @@ def paged_attention(
     ``q_THD``: [tokens, query heads, qk head dim]. ``k_pages``: [pages, page size, KV heads, qk head dim];
     ``v_pages``: same with the v head dim; both are the pool's own memory, only read. Scores are
     ``scale * k_scale * q.k``, then ``logit_cap * tanh(scores / logit_cap)`` if ``logit_cap > 0``, then softmax; values
-    count ``v_scale`` times. ``out``: [tokens, query heads, v head dim] in the dtype of q; a query that sees no key
-    gets zeros. ``lse``: float32 [tokens, query heads], natural log of the sum of exponentials of the scores, -inf
-    where no key is seen; None unless ``return_lse``. Raises NoKernelError when no row can run this.
+    count ``v_scale`` times. ``sinks_H``: [query heads], a score a head that takes its share of the softmax and has no
+    value (https://arxiv.org/abs/2309.17453, as in gpt-oss). ``out``: [tokens, query heads, v head dim] in the dtype of
+    q; a query that sees no key gets zeros. ``lse``: float32 [tokens, query heads], natural log of the sum of
+    exponentials of the scores, the sink's included, -inf where no key is seen; None unless ``return_lse``. Raises
+    ValueError for tensors that do not fit together, NoKernelError when no row can run this.
     """
     problem = PagedAttentionProblem(
         arch=device.arch(),
@@ -180,6 +215,7 @@ def paged_attention(
         window=window,
         logit_cap=logit_cap,
         return_lse=return_lse,
+        has_sinks=sinks_H is not None,
         forced=forced,
     )
     row: PagedAttention = TABLE.choose(problem, forced).load()
@@ -194,4 +230,5 @@ def paged_attention(
         window=window,
         logit_cap=logit_cap,
         return_lse=return_lse,
+        sinks_H=sinks_H,
     )

@@ -30,6 +30,7 @@ class _Softmax:
     window: int
     logit_cap: float
     return_lse: bool
+    sinks_H: torch.Tensor | None
 
 
 def paged_attention(
@@ -44,11 +45,14 @@ def paged_attention(
     window: int,
     logit_cap: float,
     return_lse: bool,
+    sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``atom_plugin.ops.paged_attention.paged_attention``; scratch stays under MAX_SCRATCH_BYTES."""
     num_tokens, num_q_heads, _ = q_THD.shape
     v_dim = v_pages.shape[3]
-    softmax = _Softmax(scale=scale * k_scale, window=window, logit_cap=logit_cap, return_lse=return_lse)
+    softmax = _Softmax(
+        scale=scale * k_scale, window=window, logit_cap=logit_cap, return_lse=return_lse, sinks_H=sinks_H
+    )
     max_keys = _max_keys(k_pages, v_pages, q_THD.dtype)
     tiles = batch.once(("tiles", window, max_keys), lambda: cut_into_tiles(batch, window=window, max_keys=max_keys))
     if len(tiles) == 1 and tiles[0].num_queries == num_tokens:
@@ -75,7 +79,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend one tile: ([its queries, heads, v head dim], lse [its queries, heads] if asked for)."""
     fits = tile.num_keys * tile.num_requests <= max_keys
-    fused = fits and softmax.logit_cap <= 0 and not softmax.return_lse
+    fused = fits and softmax.logit_cap <= 0 and not softmax.return_lse and softmax.sinks_H is None
     if fused and tile.q_len == 1:
         return _fused_decode(q_THD, k_pages, v_pages, tile, softmax), None
     q_BnHD = q_THD.view(tile.num_requests, tile.q_len, *q_THD.shape[1:])
@@ -174,6 +178,10 @@ def _blocked(
     for first in range(0, tile.q_len, _QUERY_BLOCK):
         queries = slice(first, min(first + _QUERY_BLOCK, tile.q_len))
         out, lse = _blocked_queries(q_BnHD[:, queries], k_pages, v_pages, tile, queries, softmax)
+        if softmax.sinks_H is not None:
+            sinks_H = softmax.sinks_H.float()
+            out = out * torch.sigmoid(lse - sinks_H).unsqueeze(-1)  # the keys' share of a softmax with the sink
+            lse = torch.logaddexp(lse, sinks_H).masked_fill(lse == -torch.inf, -torch.inf)
         outs.append(out.to(q_BnHD.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)

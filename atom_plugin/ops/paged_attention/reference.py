@@ -19,6 +19,7 @@ def paged_attention(
     window: int,
     logit_cap: float,
     return_lse: bool,
+    sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``atom_plugin.ops.paged_attention.paged_attention``."""
     num_tokens, num_q_heads, _ = q_THD.shape
@@ -39,8 +40,11 @@ def paged_attention(
                 scores_L = scale * k_scale * (k_LHD[seen, kv_head] @ q_THD[token, head].float())
                 if logit_cap > 0:
                     scores_L = logit_cap * torch.tanh(scores_L / logit_cap)
+                if sinks_H is not None:
+                    scores_L = torch.cat([scores_L, sinks_H[head].float().view(1)])
+                weights_L = torch.softmax(scores_L, dim=0)[: position + 1 - seen.start]
                 lse_TH[token, head] = torch.logsumexp(scores_L, dim=0)
-                out_THD[token, head] = v_scale * (torch.softmax(scores_L, dim=0) @ v_LHD[seen, kv_head])
+                out_THD[token, head] = v_scale * (weights_L @ v_LHD[seen, kv_head])
     return out_THD, lse_TH if return_lse else None
 
 

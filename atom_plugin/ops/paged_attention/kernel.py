@@ -1,0 +1,377 @@
+"""Paged attention in Triton: blocks of queries over ranges of keys, then one reduction over the ranges.
+
+A block of queries holds every head of one KV head's group, so K and V are read once for all of them. The keys of a
+block are cut into ``SPLITS`` ranges whose bounds each program works out from the lengths on the device: the grid
+depends on shapes only, and a captured launch serves any lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_plugin import device
+from atom_plugin.ops.paged_attention import NO_WINDOW, PagedBatch
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _request_of(block, qo_indptr, num_requests, BLOCK_Q: tl.constexpr):
+    """Return the request whose blocks of queries hold ``block``: request r has a block a BLOCK_Q tokens, and one more.
+
+    Its first block is ``qo_indptr[r] // BLOCK_Q + r``, which grows with r, so that a binary search finds it.
+    """
+    low, high = 0, num_requests
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(qo_indptr + middle) // BLOCK_Q + middle
+        if first <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _slots(n, page_row, key_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the pool slots of the BLOCK_N keys from ``n`` on; those past ``key_end`` are in page 0."""
+    offsets = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE >= BLOCK_N:
+        page = tl.load(page_row + n // PAGE_SIZE)
+        return page.to(tl.int64) * PAGE_SIZE + (n % PAGE_SIZE + offsets)
+    positions = n + offsets
+    pages = tl.load(page_row + positions // PAGE_SIZE, mask=positions < key_end, other=0)
+    return pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+
+
+@triton.jit
+def _over_keys(
+    acc, top, total, q, q_scale, position, page_row, k, v, k_stride, v_stride, begin, end, key_end, window, cap,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Take keys ``begin`` to ``end`` into the running softmax (acc [M, V], top [M] in log2, total [M]).
+
+    MASKED: some query of the block may not see some of these keys, or they are past the request's last one.
+    """
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    for n in tl.range(begin, end, BLOCK_N):
+        slots = _slots(n, page_row, key_end, PAGE_SIZE, BLOCK_N)
+        positions = n + tl.arange(0, BLOCK_N)
+        k_at = k + slots[None, :] * k_stride + d[:, None]
+        v_at = v + slots[:, None] * v_stride + dv[None, :]
+        if MASKED:
+            there = positions < key_end
+            k_DN = tl.load(k_at, mask=there[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            k_DN = tl.load(k_at, mask=d[:, None] < HEAD_DIM, other=0.0)
+        else:
+            k_DN = tl.load(k_at)
+        scores = tl.dot(q, k_DN.to(DOT), input_precision="ieee") * q_scale[:, None]
+        if HAS_CAP:  # tanh of them
+            scores = cap * _LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E)) + 1.0))
+        if MASKED:
+            seen = (positions[None, :] <= position[:, None]) & there[None, :]
+            if HAS_WINDOW:
+                seen = seen & (positions[None, :] >= position[:, None] - window)
+            scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top) if MASKED else new_top
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        if MASKED:
+            v_NV = tl.load(v_at, mask=there[:, None] & (dv[None, :] < V_DIM), other=0.0)
+        elif V_DIM != BLOCK_V:
+            v_NV = tl.load(v_at, mask=dv[None, :] < V_DIM, other=0.0)
+        else:
+            v_NV = tl.load(v_at)
+        acc = tl.dot(weights.to(DOT), v_NV.to(DOT), acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _finished(acc, top, total, sink, v_scale, HAS_SINKS: tl.constexpr):
+    """Return (out, natural-log lse) of a whole softmax; no key seen: zeros and -inf."""
+    blind = top == -float("inf")
+    if HAS_SINKS:
+        total = total + tl.where(blind, 0.0, tl.exp2(sink * _LOG2E - top))
+    lse = (top + tl.log2(tl.where(blind, 1.0, total))) / _LOG2E
+    out = acc * (v_scale / tl.where(blind, 1.0, total))[:, None]
+    return out, tl.where(blind, -float("inf"), lse)
+
+
+@triton.jit
+def _attend(
+    q, k, v, out, lse, qo_indptr, seq_lens, pages, sinks, num_requests, num_tokens, q_stride_t, q_stride_h, k_stride,
+    k_stride_h, v_stride, v_stride_h, pages_stride, scale, cap, v_scale, window,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one KV head over one range of its keys.
+
+    ``out``, ``lse``: the op's where SPLITS is 1, else [SPLITS, tokens, heads, V_DIM] and [SPLITS, tokens, heads] in
+    float32, lse in log2. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16.
+    """
+    kv_head, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    rows = tl.arange(0, BLOCK_M)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    heads = kv_head * GROUP + rows % GROUP
+    if (block == 0) & (SPLITS == 1):  # rows of no request; with ranges the reduction writes them
+        for token in tl.range(tl.load(qo_indptr + num_requests), num_tokens):
+            row_M = tl.zeros([BLOCK_M], tl.int64) + token * HEADS + heads
+            tl.store(
+                out + row_M[:, None] * V_DIM + dv[None, :],
+                tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty),
+                mask=(rows < GROUP)[:, None] & (dv[None, :] < V_DIM),
+            )
+            if HAS_LSE:
+                tl.store(lse + row_M, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=rows < GROUP)
+    if BLOCK_A_REQUEST:
+        request, first = block, 0
+    else:
+        request = _request_of(block, qo_indptr, num_requests, BLOCK_Q)
+        first = (block - (tl.load(qo_indptr + request) // BLOCK_Q + request)) * BLOCK_Q
+    q_begin, q_end, seq_len = (
+        tl.load(qo_indptr + request),
+        tl.load(qo_indptr + request + 1),
+        tl.load(seq_lens + request),
+    )
+    q_len = q_end - q_begin
+    if first >= q_len:
+        return
+    query = first + rows // GROUP
+    real = (rows < BLOCK_Q * GROUP) & (query < q_len)
+    position = seq_len - q_len + query
+    row_THs = (q_begin + query).to(tl.int64) * HEADS + heads
+
+    key_end = tl.minimum(seq_len, seq_len - q_len + first + BLOCK_Q)
+    key_begin = 0
+    if HAS_WINDOW:
+        key_begin = tl.maximum(seq_len - q_len + first - window, 0) // BLOCK_N * BLOCK_N
+    blocks_each = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), BLOCK_N), SPLITS)
+    begin = key_begin + split * blocks_each * BLOCK_N
+    end = tl.minimum(begin + blocks_each * BLOCK_N, key_end)
+
+    q_at = q + (q_begin + query).to(tl.int64)[:, None] * q_stride_t + heads[:, None] * q_stride_h + d[None, :]
+    q_MD = tl.load(q_at, mask=real[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+    q_scale = tl.full([BLOCK_M], scale, tl.float32)
+    if NARROW:  # by its largest value, as fp16 ends at 65504
+        largest = tl.maximum(tl.max(tl.abs(q_MD.to(tl.float32)), 1), 1e-30)
+        q_MD = q_MD.to(tl.float32) / largest[:, None]
+        q_scale = q_scale * largest
+    q_MD = q_MD.to(DOT)
+    if not HAS_CAP:
+        q_scale = q_scale * _LOG2E
+
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top, total = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    page_row = pages + request.to(tl.int64) * pages_stride
+    k_head, v_head = k + kv_head * k_stride_h, v + kv_head * v_stride_h
+    seen_by_all = begin
+    if BLOCK_M >= 64 and not HAS_WINDOW:  # many queries compute more than they wait: masks only where needed
+        seen_by_all = tl.maximum(tl.minimum(end, seq_len - q_len + first + 1), begin)
+        seen_by_all = begin + (seen_by_all - begin) // BLOCK_N * BLOCK_N
+        acc, top, total = _over_keys(
+            acc, top, total, q_MD, q_scale, position, page_row, k_head, v_head, k_stride, v_stride, begin, seen_by_all,
+            key_end, window, cap, HAS_CAP, HAS_WINDOW, False, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V, BLOCK_N, PAGE_SIZE,
+            DOT,
+        )  # fmt: skip
+    acc, top, total = _over_keys(
+        acc, top, total, q_MD, q_scale, position, page_row, k_head, v_head, k_stride, v_stride, seen_by_all, end,
+        key_end, window, cap, HAS_CAP, HAS_WINDOW, True, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V, BLOCK_N, PAGE_SIZE, DOT,
+    )  # fmt: skip
+
+    if SPLITS == 1:
+        sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) if HAS_SINKS else top
+        acc, lse_M = _finished(acc, top, total, sink, v_scale, HAS_SINKS)
+        if HAS_LSE:
+            tl.store(lse + row_THs, lse_M, mask=real)
+        tl.store(out + row_THs[:, None] * V_DIM + dv[None, :], acc, mask=real[:, None] & (dv[None, :] < V_DIM))
+    else:
+        row_THs += split.to(tl.int64) * num_tokens * HEADS
+        empty = top == -float("inf")
+        tl.store(lse + row_THs, tl.where(empty, top, top + tl.log2(tl.where(empty, 1.0, total))), mask=real)
+        acc = acc / total[:, None]
+        written = real & (total > 0)
+        tl.store(out + row_THs[:, None] * V_DIM + dv[None, :], acc, mask=written[:, None] & (dv[None, :] < V_DIM))
+
+
+@triton.jit
+def _reduce(
+    parts, part_lses, out, lse, qo_indptr, sinks, num_requests, num_tokens, v_scale,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the ranges of one query head: ``parts``, ``part_lses`` as ``_attend`` writes them."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = token * HEADS + head
+    s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    of_a_request = token < tl.load(qo_indptr + num_requests)
+    rows = s.to(tl.int64) * num_tokens * HEADS + row
+    lse_S = tl.load(part_lses + rows, mask=(s < SPLITS) & of_a_request, other=-float("inf"))
+    top = tl.max(lse_S, 0)
+    weight_S = tl.exp2(lse_S - tl.where(top == -float("inf"), 0.0, top))
+    there = (lse_S > -float("inf"))[:, None] & (dv[None, :] < V_DIM)
+    part_SV = tl.load(parts + rows[:, None] * V_DIM + dv[None, :], mask=there, other=0.0)
+    acc_1V = tl.sum(part_SV * weight_S[:, None], 0)[None, :]
+    top_1, total_1 = tl.full([1], 0.0, tl.float32) + top, tl.full([1], 0.0, tl.float32) + tl.sum(weight_S, 0)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
+    out_1V, lse_1 = _finished(acc_1V, top_1, total_1, sink, v_scale, HAS_SINKS)
+    tl.store(out + row * V_DIM + dv[None, :], out_1V, mask=dv[None, :] < V_DIM)
+    if HAS_LSE:
+        tl.store(lse + row + tl.arange(0, 1), lse_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a launch is cut. ``block_m``: query rows (tokens x heads of a group) a program; ``block_n``: keys a step."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def shape_for(arch: str, *, rows: int, head_dim: int, itemsize: int) -> Shape:
+    """Return the launch shape for ``rows`` query rows a request at most, keys of ``head_dim`` x ``itemsize`` bytes."""
+    block_m = min(max(16, triton.next_power_of_2(rows)), 128)
+    wide = head_dim > 128 or itemsize > 2
+    if not arch.startswith("sm"):  # 64 KB of LDS on gfx942
+        return Shape(block_m=min(block_m, 64) if wide else block_m, block_n=32 if wide else 64, warps=4, stages=2)
+    if wide:
+        return Shape(block_m=min(block_m, 64), block_n=32, warps=4, stages=2)
+    if block_m == 128:
+        return Shape(block_m=128, block_n=64, warps=8, stages=3)
+    return Shape(block_m=block_m, block_n=64, warps=4, stages=3)
+
+
+def splits_for(*, programs: int, max_seq_len: int) -> int:
+    """Return into how many ranges the keys are cut: enough programs for the chip, and 256 keys or more for each."""
+    wanted = max(1, 4 * device.num_multiprocessors() // programs)
+    return min(wanted, max(1, max_seq_len // 256), 64)
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    window: int,
+    logit_cap: float,
+    return_lse: bool,
+    sinks_H: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``atom_plugin.ops.paged_attention.paged_attention``; scratch of the ranges is allocated for each call."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    kv_heads, v_dim = k_pages.shape[2], v_pages.shape[3]
+    out_THD = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THD.dtype, device=q_THD.device)
+    lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device) if return_lse else None
+    if num_tokens == 0:
+        return out_THD, lse_TH
+    group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
+    dot = _dot_dtype(q_THD.dtype, k_pages.dtype)
+    shape = shape_for(device.arch(), rows=batch.max_q_len * group, head_dim=head_dim, itemsize=dot.itemsize)
+    tokens_a_block = shape.block_m // group
+    a_block_a_request = batch.max_q_len <= tokens_a_block
+    blocks = requests if a_block_a_request else num_tokens // tokens_a_block + requests
+    splits = splits_for(programs=kv_heads * blocks, max_seq_len=batch.max_seq_len)
+    parts, part_lses = out_THD, lse_TH
+    if splits > 1:
+        parts = torch.empty(splits, num_tokens, num_heads, v_dim, dtype=torch.float32, device=q_THD.device)
+        part_lses = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
+    block_v = triton.next_power_of_2(v_dim)
+    _attend[(kv_heads, blocks, splits)](
+        q_THD,
+        k_pages,
+        v_pages,
+        parts,
+        parts if part_lses is None else part_lses,
+        batch.qo_indptr_B1,
+        batch.seq_lens_B,
+        batch.page_table.pages_BP,
+        q_THD if sinks_H is None else sinks_H,
+        requests,
+        num_tokens,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        k_pages.stride(1),
+        k_pages.stride(2),
+        v_pages.stride(1),
+        v_pages.stride(2),
+        batch.page_table.pages_BP.stride(0),
+        scale * k_scale / logit_cap if logit_cap > 0 else scale * k_scale,
+        logit_cap,
+        v_scale,
+        window,
+        GROUP=group,
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        V_DIM=v_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_V=block_v,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        PAGE_SIZE=batch.page_table.page_size,
+        SPLITS=splits,
+        BLOCK_A_REQUEST=a_block_a_request,
+        HAS_CAP=logit_cap > 0,
+        HAS_WINDOW=window != NO_WINDOW,
+        HAS_SINKS=sinks_H is not None,
+        HAS_LSE=return_lse or splits > 1,
+        NARROW=dot == torch.float16 and q_THD.dtype != dot,
+        DOT=_TRITON[dot],
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    if splits > 1:
+        _reduce[(num_tokens, num_heads)](
+            parts,
+            part_lses,
+            out_THD,
+            out_THD if lse_TH is None else lse_TH,
+            batch.qo_indptr_B1,
+            q_THD if sinks_H is None else sinks_H,
+            requests,
+            num_tokens,
+            v_scale,
+            HEADS=num_heads,
+            V_DIM=v_dim,
+            BLOCK_V=block_v,
+            SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            HAS_SINKS=sinks_H is not None,
+            HAS_LSE=return_lse,
+            num_warps=4,
+        )
+    return out_THD, lse_TH
+
+
+_TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@functools.cache
+def _dot_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Return what the products are computed in: every stored value is exact in it, and so is q, up to a factor a row.
+
+    float8 becomes fp16, which holds all its values and takes one instruction; q in bf16 then follows, scaled. fp16
+    queries on bf16 keys have no common 16-bit type.
+    """
+    if kv_dtype.itemsize == 1:
+        return torch.float16 if q_dtype != torch.float32 else torch.float32
+    if kv_dtype == q_dtype:
+        return q_dtype
+    return torch.float16 if (q_dtype, kv_dtype) == (torch.bfloat16, torch.float16) else torch.float32
