@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
 """MLA attention in Triton: keys split over programs, then one reduction over the splits.
 
 A program holds a tile of rows, which are (query, head) pairs of one request, and walks its share of the request's
@@ -7,8 +6,6 @@ share is comes from ``seq_lens_B`` on the device, so the grid depends on shapes 
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -26,9 +23,9 @@ _REDUCED_AT_ONCE = 16
 @triton.jit
 def _used_splits(seq_len, num_splits, KEYS: tl.constexpr, MIN_TILES: tl.constexpr):
     """Return (keys a split, splits that have any) of a request: the same in the split kernel and in the reduction."""
-    tiles = tl.cdiv(seq_len, KEYS)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
-    return tiles_per_split * KEYS, tl.cdiv(tiles, tiles_per_split)
+    tiles = (seq_len + KEYS - 1) // KEYS
+    tiles_per_split = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_TILES)
+    return tiles_per_split * KEYS, (tiles + tiles_per_split - 1) // tiles_per_split
 
 
 @triton.jit
@@ -40,7 +37,7 @@ def _zero_rows_of_no_request(
     for start in range(first_row, end_row, step):
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         inside = rows < end_row
-        zeros = tl.zeros([ROWS, LATENT], dtype=out.dtype.element_ty)
+        zeros = tl.full([ROWS, LATENT], 0.0, dtype=out.dtype.element_ty)
         tl.store(out + rows[:, None] * LATENT + columns[None, :], zeros, mask=inside[:, None])
         if WRITE_LSE:
             tl.store(lse + rows, tl.full([ROWS], float("-inf"), dtype=tl.float32), mask=inside)
@@ -131,11 +128,11 @@ def _split_kernel(
 
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     if KEYS_FIRST:
-        acc = tl.zeros([LATENT, ROWS], dtype=tl.float32)
-        total = tl.zeros([KEYS, ROWS], dtype=tl.float32)
+        acc = tl.full([LATENT, ROWS], 0.0, dtype=tl.float32)
+        total = tl.full([KEYS, ROWS], 0.0, dtype=tl.float32)
     else:
-        acc = tl.zeros([ROWS, LATENT], dtype=tl.float32)
-        total = tl.zeros([ROWS, KEYS], dtype=tl.float32)
+        acc = tl.full([ROWS, LATENT], 0.0, dtype=tl.float32)
+        total = tl.full([ROWS, KEYS], 0.0, dtype=tl.float32)
 
     last_row = tl.minimum(first_row + ROWS, q_len * HEADS) - 1
     start = split * keys_per_split
@@ -243,7 +240,7 @@ def _reduce_kernel(
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(lse_S - base), axis=0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], dtype=tl.float32)
+    acc = tl.full([COLUMNS], 0.0, dtype=tl.float32)
     for first_split in range(0, used_splits, AT_ONCE):
         part = first_split + tl.arange(0, AT_ONCE)
         used = part < used_splits
@@ -275,7 +272,7 @@ def mla_attention(
         num_requests=batch.seq_lens_B.shape[0],
         num_rows=num_rows,
         max_seq_len=batch.max_seq_len,
-        num_multiprocessors=num_multiprocessors(q_THD.device),
+        num_multiprocessors=device.num_multiprocessors(),
     )
     return launch(
         q_THD,
@@ -287,12 +284,6 @@ def mla_attention(
         kv_scale=kv_scale,
         return_lse=return_lse,
     )
-
-
-@functools.cache
-def num_multiprocessors(of: torch.device) -> int:
-    """Return how many multiprocessors (compute units) a GPU has; 1 for a CPU, which interprets."""
-    return 1 if of.type == "cpu" else torch.cuda.get_device_properties(of).multi_processor_count
 
 
 def launch(
