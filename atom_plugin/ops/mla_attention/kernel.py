@@ -21,10 +21,10 @@ _REDUCED_AT_ONCE = 16
 
 
 @triton.jit
-def _used_splits(seq_len, num_splits, KEYS: tl.constexpr, MIN_TILES: tl.constexpr):
+def _used_splits(seq_len, num_splits, min_tiles, KEYS: tl.constexpr):
     """Return (keys a split, splits that have any) of a request: the same in the split kernel and in the reduction."""
     tiles = (seq_len + KEYS - 1) // KEYS
-    tiles_per_split = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_TILES)
+    tiles_per_split = tl.maximum((tiles + num_splits - 1) // num_splits, min_tiles)
     return tiles_per_split * KEYS, (tiles + tiles_per_split - 1) // tiles_per_split
 
 
@@ -54,7 +54,7 @@ def _pages_of(pages_row, start, end, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr
     return pages
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_pages_row"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_pages_row", "min_tiles"])
 def _split_kernel(
     q,
     kv,
@@ -69,6 +69,7 @@ def _split_kernel(
     stride_page,
     stride_slot,
     stride_pages_row,
+    min_tiles,
     scale_log2,
     kv_scale,
     HEADS: tl.constexpr,
@@ -78,7 +79,6 @@ def _split_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -110,7 +110,7 @@ def _split_kernel(
     q_len = tl.load(qo_indptr + request + 1) - first_token
     if first_row >= q_len * HEADS:
         return
-    keys_per_split, used_splits = _used_splits(seq_len, tl.num_programs(1), KEYS, MIN_TILES)
+    keys_per_split, used_splits = _used_splits(seq_len, tl.num_programs(1), min_tiles, KEYS)
     if IS_SPLIT and split >= used_splits:
         return
 
@@ -191,7 +191,7 @@ def _split_kernel(
     tl.store(out_rows[:, None] + latent[None, :], acc.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "min_tiles"])
 def _reduce_kernel(
     partial_out,
     partial_lse,
@@ -201,13 +201,13 @@ def _reduce_kernel(
     seq_lens,
     num_tokens,
     num_splits,
+    min_tiles,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
     """Combine the splits of one row, COLUMNS columns of it; grid (rows of a request, column blocks, requests + 1)."""
@@ -230,7 +230,7 @@ def _reduce_kernel(
     q_len = tl.load(qo_indptr + request + 1) - first_token
     if row >= q_len * HEADS:
         return
-    _, used_splits = _used_splits(tl.load(seq_lens + request), num_splits, KEYS, MIN_TILES)
+    _, used_splits = _used_splits(tl.load(seq_lens + request), num_splits, min_tiles, KEYS)
     row_index = first_token.to(tl.int64) * HEADS + row
     stride_split = num_tokens.to(tl.int64) * HEADS
 
@@ -322,6 +322,7 @@ def launch(
         kv_pages.stride(0),
         dim,
         batch.page_table.pages_BP.stride(0),
+        config.min_tiles,
         scale * kv_scale * _LOG2_E,
         kv_scale,
         HEADS=heads,
@@ -331,7 +332,6 @@ def launch(
         ROWS=config.rows,
         KEYS=config.keys,
         IS_SPLIT=is_split,
-        MIN_TILES=config.min_tiles,
         KEYS_FIRST=config.keys_first,
         WRITE_LSE=return_lse,
         PRECISION="ieee",
@@ -350,13 +350,13 @@ def launch(
             batch.seq_lens_B,
             num_tokens,
             config.splits,
+            config.min_tiles,
             HEADS=heads,
             LATENT=kv_lora_rank,
             COLUMNS=columns,
             KEYS=config.keys,
             SPLITS_BLOCK=splits_block,
             AT_ONCE=min(_REDUCED_AT_ONCE, splits_block),
-            MIN_TILES=config.min_tiles,
             WRITE_LSE=return_lse,
             num_warps=4,
         )
