@@ -62,8 +62,8 @@ def _why_not_triton(problem: MlaAttentionProblem) -> list[str]:
             f"KV cache of {problem.kv_dtype} with queries of {problem.q_dtype}: takes the dtype of the queries, "
             "float8_e4m3fn or float8_e4m3fnuz"
         )
-    if problem.kv_dtype == torch.float8_e4m3fnuz and problem.arch.startswith("sm"):
-        reasons.append(f"KV cache of {problem.kv_dtype}: NVIDIA's compiler has float8_e4m3fn only")
+    if problem.kv_dtype == torch.float8_e4m3fnuz and problem.arch not in ("gfx942", "cpu"):
+        reasons.append(f"float8_e4m3fnuz on {problem.arch}: it is the FP8 of gfx942, Triton has no conversion here")
     rank, rope = problem.kv_lora_rank, problem.rope_dim
     if rank < 16 or rank & (rank - 1) or rank > 512:
         reasons.append(f"kv_lora_rank {rank}: takes powers of two from 16 to 512")

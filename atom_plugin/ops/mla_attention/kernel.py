@@ -44,13 +44,15 @@ def _zero_rows_of_no_request(
 
 
 @triton.jit
-def _pages_of(pages_row, start, end, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Return the pages of the keys start ... start + KEYS - 1: one for all of them where they share it. 0 past end."""
+def _pages_of(pages_row, start, last_key, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Return the pages of the keys start ... start + KEYS - 1: one for all of them where they share it.
+
+    Keys past ``last_key`` give its page.
+    """
     if PAGE_SIZE % KEYS == 0:
-        pages = tl.load(pages_row + start // PAGE_SIZE, mask=start < end, other=0)
+        pages = tl.load(pages_row + tl.minimum(start, last_key) // PAGE_SIZE)
     else:
-        keys = start + tl.arange(0, KEYS)
-        pages = tl.load(pages_row + keys // PAGE_SIZE, mask=keys < end, other=0)
+        pages = tl.load(pages_row + tl.minimum(start + tl.arange(0, KEYS), last_key) // PAGE_SIZE)
     return pages
 
 
@@ -139,19 +141,20 @@ def _split_kernel(
     end = tl.minimum(start + keys_per_split, seq_len - q_len + last_row // HEADS + 1)
     pages_row = pages + request.to(tl.int64) * stride_pages_row
     # pages are looked up a tile ahead: loads of latent rows that waited for them would not be pipelined
-    page = _pages_of(pages_row, start, end, PAGE_SIZE, KEYS)
+    page = _pages_of(pages_row, start, tl.maximum(end - 1, 0), PAGE_SIZE, KEYS)
     for first_key in tl.range(start, end, KEYS):
         keys = first_key + tl.arange(0, KEYS)
-        inside = keys < end
-        key_rows = kv + page.to(tl.int64) * stride_page + (keys % PAGE_SIZE) * stride_slot
-        page = _pages_of(pages_row, first_key + KEYS, end, PAGE_SIZE, KEYS)
-        k_latent = tl.load(key_rows[:, None] + latent[None, :], mask=inside[:, None], other=0.0).to(q_latent.dtype)
+        # past the last key, that key again: every load is of the request's own rows, and no mask is needed
+        places = tl.minimum(keys, end - 1) % PAGE_SIZE
+        key_rows = kv + page.to(tl.int64) * stride_page + places * stride_slot
+        page = _pages_of(pages_row, first_key + KEYS, end - 1, PAGE_SIZE, KEYS)
+        k_latent = tl.load(key_rows[:, None] + latent[None, :]).to(q_latent.dtype)
         if KEYS_FIRST:
             scores = tl.dot(k_latent, tl.trans(q_latent), input_precision=PRECISION)
         else:
             scores = tl.dot(q_latent, tl.trans(k_latent), input_precision=PRECISION)
         if ROPE > 0:
-            k_rope = tl.load(key_rows[:, None] + rope[None, :], mask=inside[:, None], other=0.0).to(q_latent.dtype)
+            k_rope = tl.load(key_rows[:, None] + rope[None, :]).to(q_latent.dtype)
             if KEYS_FIRST:
                 scores = tl.dot(k_rope, tl.trans(q_rope), scores, input_precision=PRECISION)
             else:
