@@ -229,40 +229,35 @@ def table(quick: bool) -> None:
 
 
 def configurations(rows: int) -> list[Config]:
-    """Return what the sweep tries for so many rows of a program: (keys, warps, stages, keys_first, at a time)."""
+    """Return what the sweep tries for so many rows of a program: (keys, warps, stages, at a time)."""
     shapes = {
         16: [
-            (32, 4, 2, False, 4),
-            (32, 4, 3, False, 2),
-            (32, 8, 3, False, 1),
-            (32, 4, 4, False, 1),
-            (32, 4, 5, False, 1),
-            (16, 4, 4, False, 2),
-            (16, 2, 4, False, 3),
-            (64, 4, 2, False, 2),
-            (64, 8, 2, False, 2),
-            (64, 8, 3, False, 1),
-            (64, 4, 2, True, 1),
-            (64, 8, 1, True, 2),
+            (32, 4, 2, 4),
+            (32, 4, 3, 2),
+            (32, 8, 3, 1),
+            (32, 4, 4, 1),
+            (32, 4, 5, 1),
+            (16, 4, 4, 2),
+            (16, 2, 4, 3),
+            (64, 4, 2, 2),
+            (64, 8, 2, 2),
+            (64, 8, 3, 1),
         ],
         32: [
-            (32, 8, 3, False, 1),
-            (32, 8, 2, False, 2),
-            (32, 8, 4, False, 1),
-            (64, 8, 2, False, 1),
-            (64, 8, 2, True, 1),
-            (64, 8, 1, True, 1),
+            (32, 8, 3, 1),
+            (32, 8, 2, 2),
+            (32, 8, 4, 1),
+            (64, 8, 2, 1),
         ],
         64: [
-            (32, 8, 2, False, 1),
-            (32, 8, 3, False, 1),
-            (64, 8, 2, False, 1),
-            (16, 8, 4, False, 1),
-            (16, 8, 3, False, 1),
-            (64, 8, 2, True, 1),
+            (32, 8, 2, 1),
+            (32, 8, 3, 1),
+            (64, 8, 2, 1),
+            (16, 8, 4, 1),
+            (16, 8, 3, 1),
         ],
     }
-    names = ("keys", "warps", "stages", "keys_first", "per_multiprocessor")
+    names = ("keys", "warps", "stages", "per_multiprocessor")
     return [Config(rows=rows, **dict(zip(names, shape, strict=True))) for shape in shapes[rows]]
 
 
@@ -309,7 +304,7 @@ def sweep() -> None:
         for us, config, note in [*found[:8], found[len(found) // 2]]:
             print(
                 f"  {us:8.1f} us  rows {config.rows} keys {config.keys} warps {config.warps} stages {config.stages} "
-                f"keys_first {config.keys_first} splits {config.splits} min_tiles {config.min_tiles}{note}",
+                f"splits {config.splits} min_tiles {config.min_tiles}{note}",
                 flush=True,
             )
         for _us, config, note in found:

@@ -145,7 +145,6 @@ def test_splits(splits: int, q_len: int, rows: int, warps: int, keys: int) -> No
         keys=keys,
         warps=warps,
         stages=stages,
-        keys_first=False,
         per_multiprocessor=1,
         splits=splits,
         min_tiles=1,

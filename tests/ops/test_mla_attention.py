@@ -136,18 +136,15 @@ def test_triton_over_odd_sizes(
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("keys_first", [False, True])
 @pytest.mark.parametrize(("splits", "min_tiles"), [(1, 1), (3, 1), (7, 2), (40, 1)])
-def test_triton_splits(keys_first: bool, splits: int, min_tiles: int) -> None:
+def test_triton_splits(splits: int, min_tiles: int) -> None:
     """More splits than tiles, requests shorter than a split, queries before the first key, rows of no request."""
     from atom_plugin.ops.mla_attention import kernel
 
     q_lens, seq_lens = [1, 3, 0, 4, 2, 0], [200, 65, 7, 1, 0, 0]
     kv_pages, batch = latent_batch(q_lens, seq_lens, dtype=torch.float32)
     q = torch.randn(sum(q_lens) + 3, 12, 80)
-    config = dataclasses.replace(
-        choose_tiles("sm90", 12, 4, 4), keys_first=keys_first, splits=splits, min_tiles=min_tiles
-    )
+    config = dataclasses.replace(choose_tiles("sm90", 12, 4, 4), splits=splits, min_tiles=min_tiles)
     how = {"kv_lora_rank": 64, "scale": 0.1, "kv_scale": 0.5, "return_lse": True}
     out, lse = kernel.launch(q, kv_pages, batch, config, **how)
     expected, expected_lse = mla_attention(q, kv_pages, batch, forced="reference", **how)

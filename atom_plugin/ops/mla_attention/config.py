@@ -14,17 +14,15 @@ _GOOD_ENOUGH = 0.9
 class Config:
     """How a launch is cut.
 
-    ``rows``: (query, head) pairs of a program. ``keys``: latent rows of a tile. ``keys_first``: compute both products
-    transposed. ``per_multiprocessor``: programs that fit on one at a time. ``splits``: programs that share the keys
-    of a request. ``min_tiles``: a split takes at least as many, so that a short request leaves splits empty instead
-    of being cut to shreds.
+    ``rows``: (query, head) pairs of a program. ``keys``: latent rows of a tile. ``per_multiprocessor``: programs that
+    fit on one at a time. ``splits``: programs that share the keys of a request. ``min_tiles``: a split takes at least
+    as many, so that a short request leaves splits empty instead of being cut to shreds.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
-    keys_first: bool
     per_multiprocessor: int
     splits: int = 1
     min_tiles: int = 1
@@ -37,15 +35,15 @@ def choose_tiles(arch: str, num_rows: int, q_itemsize: int, kv_itemsize: int) ->
     """
     if q_itemsize == 4:
         warps = 4 if arch.startswith("gfx") else 8
-        return Config(rows=16, keys=16, warps=warps, stages=1, keys_first=False, per_multiprocessor=1)
+        return Config(rows=16, keys=16, warps=warps, stages=1, per_multiprocessor=1)
     if arch.startswith("gfx"):
         rows = 16 if num_rows <= 16 else 32
-        return Config(rows=rows, keys=32, warps=4, stages=2, keys_first=False, per_multiprocessor=1)
+        return Config(rows=rows, keys=32, warps=4, stages=2, per_multiprocessor=1)
     if num_rows <= 16 or arch != "sm90":
-        return Config(rows=16, keys=32, warps=4, stages=3, keys_first=False, per_multiprocessor=2)
+        return Config(rows=16, keys=32, warps=4, stages=3, per_multiprocessor=2)
     if num_rows <= 32 or kv_itemsize == 1:
-        return Config(rows=32, keys=32, warps=8, stages=3, keys_first=False, per_multiprocessor=1)
-    return Config(rows=64, keys=32, warps=8, stages=3, keys_first=False, per_multiprocessor=1)
+        return Config(rows=32, keys=32, warps=8, stages=3, per_multiprocessor=1)
+    return Config(rows=64, keys=32, warps=8, stages=3, per_multiprocessor=1)
 
 
 def split(tiles: Config, *, num_requests: int, num_rows: int, max_seq_len: int, num_multiprocessors: int) -> Config:

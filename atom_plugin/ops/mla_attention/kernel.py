@@ -17,6 +17,8 @@ from atom_plugin.ops.paged_attention import PagedBatch
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
+# where a row has seen no key yet; finite, so that exp2(-inf - lowest) is 0 and exp2(lowest - lowest) is no NaN
+_LOWEST = tl.constexpr(-1e30)
 _REDUCED_AT_ONCE = 16
 
 
@@ -68,8 +70,6 @@ def _split_kernel(
     num_tokens,
     stride_q_token,
     stride_q_head,
-    stride_page,
-    stride_slot,
     stride_pages_row,
     min_tiles,
     scale_log2,
@@ -81,15 +81,12 @@ def _split_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     WRITE_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Attend one tile of rows to one split of its request's keys; grid (row tiles, splits, requests + 1).
 
     Without IS_SPLIT ``out`` [tokens, heads, LATENT] and ``lse`` [tokens, heads] are the answer. Else they are float32
     [splits, tokens, heads, LATENT] and [splits, tokens, heads], the latter base 2; splits without keys stay unwritten.
-    KEYS_FIRST computes both products transposed: wgmma takes 64 rows at least, and few queries have as many.
     """
     request = tl.program_id(2)
     split = tl.program_id(1)
@@ -120,7 +117,6 @@ def _split_kernel(
     is_row = rows < q_len * HEADS
     # where position -1 stands, no key is seen: rows past the last one, and queries before the first key
     position = tl.where(is_row, seq_len - q_len + rows // HEADS, -1)
-    row_index = first_token.to(tl.int64) * HEADS + rows
     q_rows = q + (first_token + rows // HEADS).to(tl.int64) * stride_q_token + (rows % HEADS) * stride_q_head
     latent = tl.arange(0, LATENT)
     q_latent = tl.load(q_rows[:, None] + latent[None, :], mask=is_row[:, None], other=0.0)
@@ -128,13 +124,9 @@ def _split_kernel(
         rope = LATENT + tl.arange(0, ROPE)
         q_rope = tl.load(q_rows[:, None] + rope[None, :], mask=is_row[:, None], other=0.0)
 
-    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    if KEYS_FIRST:
-        acc = tl.full([LATENT, ROWS], 0.0, dtype=tl.float32)
-        total = tl.full([KEYS, ROWS], 0.0, dtype=tl.float32)
-    else:
-        acc = tl.full([ROWS, LATENT], 0.0, dtype=tl.float32)
-        total = tl.full([ROWS, KEYS], 0.0, dtype=tl.float32)
+    top = tl.full([ROWS], _LOWEST, dtype=tl.float32)
+    total = tl.full([ROWS], 0.0, dtype=tl.float32)
+    acc = tl.full([ROWS, LATENT], 0.0, dtype=tl.float32)
 
     last_row = tl.minimum(first_row + ROWS, q_len * HEADS) - 1
     start = split * keys_per_split
@@ -146,45 +138,25 @@ def _split_kernel(
         keys = first_key + tl.arange(0, KEYS)
         # past the last key, that key again: every load is of the request's own rows, and no mask is needed
         places = tl.minimum(keys, end - 1) % PAGE_SIZE
-        key_rows = kv + page.to(tl.int64) * stride_page + places * stride_slot
+        key_rows = kv + page.to(tl.int64) * (PAGE_SIZE * (LATENT + ROPE)) + places * (LATENT + ROPE)
         page = _pages_of(pages_row, first_key + KEYS, end - 1, PAGE_SIZE, KEYS)
         k_latent = tl.load(key_rows[:, None] + latent[None, :]).to(q_latent.dtype)
-        if KEYS_FIRST:
-            scores = tl.dot(k_latent, tl.trans(q_latent), input_precision=PRECISION)
-        else:
-            scores = tl.dot(q_latent, tl.trans(k_latent), input_precision=PRECISION)
+        scores = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
         if ROPE > 0:
             k_rope = tl.load(key_rows[:, None] + rope[None, :]).to(q_latent.dtype)
-            if KEYS_FIRST:
-                scores = tl.dot(k_rope, tl.trans(q_rope), scores, input_precision=PRECISION)
-            else:
-                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-        if KEYS_FIRST:
-            scores = tl.where(keys[:, None] <= position[None, :], scores * scale_log2, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=0))
-        else:
-            scores = tl.where(keys[None, :] <= position[:, None], scores * scale_log2, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen so far: exp2(-inf - 0) is 0, not NaN
-        fade = tl.exp2(top - base)
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+        scores = tl.where(keys[None, :] <= position[:, None], scores * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        fade = tl.exp2(top - new_top)
         top = new_top
-        if KEYS_FIRST:
-            weights = tl.exp2(scores - base[None, :])
-            total = total * fade[None, :] + weights
-            acc = tl.dot(tl.trans(k_latent), weights.to(q_latent.dtype), acc * fade[None, :], input_precision=PRECISION)
-        else:
-            weights = tl.exp2(scores - base[:, None])
-            total = total * fade[:, None] + weights
-            acc = tl.dot(weights.to(q_latent.dtype), k_latent, acc * fade[:, None], input_precision=PRECISION)
+        weights = tl.exp2(scores - top[:, None])
+        total = total * fade + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(q_latent.dtype), k_latent, acc * fade[:, None], input_precision="ieee")
 
-    if KEYS_FIRST:
-        sums = tl.sum(total, axis=0)
-        acc = tl.trans(acc)
-    else:
-        sums = tl.sum(total, axis=1)
-    sums = tl.where(sums == 0.0, 1.0, sums)  # a row that saw no key: acc is 0 and top is -inf
+    sums = tl.where(total == 0.0, 1.0, total)  # a row that saw no key: acc is 0
     acc = acc * (kv_scale / sums)[:, None]
-    log_sums = top + tl.log2(sums)
+    log_sums = tl.where(total == 0.0, float("-inf"), top + tl.log2(sums))
+    row_index = first_token.to(tl.int64) * HEADS + rows
     if IS_SPLIT:
         row_index += split.to(tl.int64) * num_tokens * HEADS
         tl.store(lse + row_index, log_sums, mask=is_row)
@@ -322,8 +294,6 @@ def launch(
         num_tokens,
         q_THD.stride(0),
         q_THD.stride(1),
-        kv_pages.stride(0),
-        dim,
         batch.page_table.pages_BP.stride(0),
         config.min_tiles,
         scale * kv_scale * _LOG2_E,
@@ -335,9 +305,7 @@ def launch(
         ROWS=config.rows,
         KEYS=config.keys,
         IS_SPLIT=is_split,
-        KEYS_FIRST=config.keys_first,
         WRITE_LSE=return_lse,
-        PRECISION="ieee",
         num_warps=config.warps,
         num_stages=config.stages,
     )
