@@ -213,7 +213,7 @@ def test_splits_fill_the_gpu_and_never_exceed_the_bounds() -> None:
 
     assert splits(1, 12, 8192) == 64
     assert splits(1, 12, 100) == 1
-    assert splits(64, 12, 8192) == 4
+    assert splits(64, 12, 8192) == 2
     assert splits(16, 128, 8192) == 4
     assert splits(4096, 12, 8192) == 1
     assert splits(1, 12 * 4096, 8192) == 1

@@ -137,8 +137,8 @@ def _split_kernel(
     for first_key in tl.range(start, end, KEYS):
         keys = first_key + tl.arange(0, KEYS)
         # past the last key, that key again: every load is of the request's own rows, and no mask is needed
-        places = tl.minimum(keys, end - 1) % PAGE_SIZE
-        key_rows = kv + page.to(tl.int64) * (PAGE_SIZE * (LATENT + ROPE)) + places * (LATENT + ROPE)
+        in_page = tl.minimum(keys, end - 1) % PAGE_SIZE
+        key_rows = kv + page.to(tl.int64) * (PAGE_SIZE * (LATENT + ROPE)) + in_page * (LATENT + ROPE)
         page = _pages_of(pages_row, first_key + KEYS, end - 1, PAGE_SIZE, KEYS)
         k_latent = tl.load(key_rows[:, None] + latent[None, :]).to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
@@ -156,14 +156,16 @@ def _split_kernel(
     sums = tl.where(total == 0.0, 1.0, total)  # a row that saw no key: acc is 0
     acc = acc * (kv_scale / sums)[:, None]
     log_sums = tl.where(total == 0.0, float("-inf"), top + tl.log2(sums))
-    row_index = first_token.to(tl.int64) * HEADS + rows
+    # rows of a tile follow each other: one address and constant offsets, as the loop needs the registers
+    first_index = first_token.to(tl.int64) * HEADS + first_row
+    within = tl.arange(0, ROWS)
     if IS_SPLIT:
-        row_index += split.to(tl.int64) * num_tokens * HEADS
-        tl.store(lse + row_index, log_sums, mask=is_row)
+        first_index += split.to(tl.int64) * num_tokens * HEADS
+        tl.store(lse + first_index + within, log_sums, mask=is_row)
     elif WRITE_LSE:
-        tl.store(lse + row_index, log_sums * _LN_2, mask=is_row)
-    out_rows = out + row_index * LATENT
-    tl.store(out_rows[:, None] + latent[None, :], acc.to(out.dtype.element_ty), mask=is_row[:, None])
+        tl.store(lse + first_index + within, log_sums * _LN_2, mask=is_row)
+    places = within[:, None] * LATENT + latent[None, :]
+    tl.store(out + first_index * LATENT + places, acc.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_splits", "min_tiles"])
