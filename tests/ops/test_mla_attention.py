@@ -164,8 +164,8 @@ def test_triton_fp8_and_no_rope(kv_dtype: torch.dtype, dtype: torch.dtype, dims:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_triton_reads_nothing_but_the_heads_and_tokens_of_its_requests() -> None:
-    """Queries lie between NaN heads and NaN tokens: padding of a tile must not read them, nor write beside its rows."""
+def test_triton_takes_strided_queries_and_nothing_beside_them() -> None:
+    """Queries lie between NaN heads and NaN tokens, which reach no answer."""
     kv_pages, batch = latent_batch([1, 3], [65, 10])
     around = torch.full((8, 20, 96), float("nan"))
     q = around[2:6, 4:16, 8:88]
