@@ -157,7 +157,7 @@ class Work:
             call = make()
             theirs = call(0).reshape(self.batch * self.q_len, -1, RANK)[:, : self.heads]
         except (ImportError, ValueError, RuntimeError) as error:
-            REFUSALS[f"{name}, {self.heads} heads"] = str(error).splitlines()[0][:150]
+            REFUSALS[f"{name}, {self.heads} heads"] = (str(error).strip() or repr(error)).splitlines()[0][:150]
             return float("nan")
         worst = (self.ours(self.config())(0).float() - theirs.float()).abs().max().item()
         if not worst < 0.05:
