@@ -17,9 +17,6 @@ from atom_plugin.ops.mla_attention.config import choose_tiles, split
 from atom_plugin.ops.paged_attention import PagedBatch
 from atom_plugin.ops.paged_attention.scratch import Scratch
 from tests.ops.batches import make_batch
-from tests.ops.interpreted_library import interpreter, triton_interpreter
-
-__all__ = ["interpreter", "triton_interpreter"]
 
 TOLERANCE = {kernel.name: kernel.tolerance for kernel in TABLE.kernels}
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -111,7 +108,7 @@ def test_eager_decode_makes_as_many_products_for_32_requests_as_for_2(monkeypatc
     assert len(calls) == 4
 
 
-@pytest.mark.usefixtures("interpreter")
+@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("heads", "q_lens", "seq_lens", "page_size"),
     [
@@ -135,7 +132,7 @@ def test_triton_over_odd_sizes(
     assert_is_the_reference("triton", q, kv_pages, batch, kv_scale=0.5, return_lse=True)
 
 
-@pytest.mark.usefixtures("interpreter")
+@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(("splits", "min_tiles"), [(1, 1), (3, 1), (7, 2), (40, 1)])
 def test_triton_splits(splits: int, min_tiles: int) -> None:
     """More splits than tiles, requests shorter than a split, queries before the first key, rows of no request."""
@@ -153,7 +150,7 @@ def test_triton_splits(splits: int, min_tiles: int) -> None:
     assert out[4:7].eq(0).all() and out[8:].eq(0).all() and lse[8:].eq(-torch.inf).all()
 
 
-@pytest.mark.usefixtures("interpreter")
+@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("kv_dtype", FP8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dims", [(64, 16), (32, 0)])
@@ -163,7 +160,7 @@ def test_triton_fp8_and_no_rope(kv_dtype: torch.dtype, dtype: torch.dtype, dims:
     assert_is_the_reference("triton", q, kv_pages, batch, kv_lora_rank=dims[0], kv_scale=0.5)
 
 
-@pytest.mark.usefixtures("interpreter")
+@pytest.mark.usefixtures("triton_interpreter")
 def test_triton_takes_strided_queries_and_nothing_beside_them() -> None:
     """Queries lie between NaN heads and NaN tokens, which reach no answer."""
     kv_pages, batch = latent_batch([1, 3], [65, 10])
@@ -173,7 +170,7 @@ def test_triton_takes_strided_queries_and_nothing_beside_them() -> None:
     assert_is_the_reference("triton", q, kv_pages, batch, return_lse=True)
 
 
-@pytest.mark.usefixtures("interpreter")
+@pytest.mark.usefixtures("triton_interpreter")
 def test_triton_launches_do_not_depend_on_lengths() -> None:
     """A captured batch refilled with other lengths gives their answer; the bounds stay."""
     kv_pages, batch = latent_batch([1, 1, 1], [130, 40, 9], captured=True)
