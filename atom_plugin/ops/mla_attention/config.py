@@ -31,7 +31,8 @@ class Config:
 def choose_tiles(arch: str, num_rows: int, q_itemsize: int, kv_itemsize: int) -> Config:
     """Return the unsplit launch for requests of at most ``num_rows`` (query, head) pairs.
 
-    Those of sm90 were the fastest of a sweep on an H200, but for 32 rows, which was not swept. Each choice compiles without spills for latent rows of 512 + 64 columns; larger ones do not.
+    Those of sm90 were the fastest of a sweep on an H200, but for 32 rows, which was not swept. Each choice compiles
+    without spills for latent rows of 512 + 64 columns; larger ones do not.
     """
     if q_itemsize == 4:
         warps = 4 if arch.startswith("gfx") else 8
