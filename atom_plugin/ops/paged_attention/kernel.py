@@ -1,7 +1,7 @@
 """Paged attention in Triton: blocks of queries over ranges of keys, then one reduction over the ranges.
 
 A block of queries holds every head of one KV head's group, so K and V are read once for all of them. The keys of a
-block are cut into ``SPLITS`` ranges whose bounds each program works out from the lengths on the device: the grid
+block are cut into ranges whose bounds each program works out from the lengths on the device: the grid
 depends on shapes only, and a captured launch serves any lengths.
 """
 
@@ -156,33 +156,34 @@ def _write_nothing(
         tl.store(lse + rows, (rows * 0).to(tl.float32) - float("inf"), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "pages_stride"])
 def _attend(
     q, k, v, out, lse, qo_indptr, seq_lens, pages, sinks, num_requests, num_tokens, q_stride_t, q_stride_h, k_stride,
     k_stride_h, v_stride, v_stride_h, pages_stride, scale, cap, v_scale, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one KV head over one range of its keys.
 
-    ``out``, ``lse``: the op's where SPLITS is 1, else [SPLITS, tokens, heads, V_DIM] and [SPLITS, tokens, heads] in
-    float32, lse in log2. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16. PAIRS:
+    ``out``, ``lse``: the op's, but with IS_SPLIT [ranges, tokens, heads, V_DIM] and [ranges, tokens, heads] in float32,
+    lse in log2. Numbers that change from step to step are not constants: each would compile anew. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16. PAIRS:
     ``k`` and ``v`` are int16, each of two float8 columns; dims count them, and so do their strides.
     """
-    kv_head, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    kv_head, block, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS, tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     rows = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + rows % GROUP
-    if (block == 0) & (SPLITS == 1):  # rows of no request; with ranges the reduction writes them
+    if (block == 0) & (not IS_SPLIT):  # rows of no request; with ranges the reduction writes them
         for token in tl.range(tl.load(qo_indptr + num_requests), num_tokens):
             _write_nothing(out, lse, token, heads, rows < GROUP, HEADS, 2 * V_DIM if PAIRS else V_DIM, BLOCK_V, HAS_LSE)
     if BLOCK_A_REQUEST:
         request, first = block, 0
     else:
-        block = tl.num_programs(1) - 1 - block  # the last queries of a request see most keys: they start first
+        block = tl.num_programs(0) // KV_HEADS - 1 - block  # the last queries of a request see most keys: they start first
         request = _request_of(block, qo_indptr, num_requests, BLOCK_Q)
         first = (block - (tl.load(qo_indptr + request) // BLOCK_Q + request)) * BLOCK_Q
     q_begin, q_end, seq_len = (
@@ -202,7 +203,7 @@ def _attend(
     key_begin = 0
     if HAS_WINDOW:
         key_begin = tl.maximum(seq_len - q_len + first - window, 0) // BLOCK_N * BLOCK_N
-    blocks_each = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), BLOCK_N), SPLITS)
+    blocks_each = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), BLOCK_N), tl.num_programs(1))
     begin = key_begin + split * blocks_each * BLOCK_N
     end = tl.minimum(begin + blocks_each * BLOCK_N, key_end)
 
@@ -243,7 +244,7 @@ def _attend(
     V_COLUMNS: tl.constexpr = 2 * V_DIM if PAIRS else V_DIM
     dv = tl.arange(0, 2 * BLOCK_V if PAIRS else BLOCK_V)
 
-    if SPLITS == 1:
+    if not IS_SPLIT:
         sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) if HAS_SINKS else top
         acc, lse_M = _finished(acc, top, total, sink, v_scale, HAS_SINKS)
         if HAS_LSE:
@@ -260,10 +261,10 @@ def _attend(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "splits"])
 def _reduce(
-    parts, part_lses, out, lse, qo_indptr, sinks, num_requests, num_tokens, v_scale,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    parts, part_lses, out, lse, qo_indptr, sinks, num_requests, num_tokens, splits, v_scale,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Merge the ranges of one query head: ``parts``, ``part_lses`` as ``_attend`` writes them."""
@@ -272,7 +273,7 @@ def _reduce(
     s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
     of_a_request = token < tl.load(qo_indptr + num_requests)
     rows = s.to(tl.int64) * num_tokens * HEADS + row
-    lse_S = tl.load(part_lses + rows, mask=(s < SPLITS) & of_a_request, other=-float("inf"))
+    lse_S = tl.load(part_lses + rows, mask=(s < splits) & of_a_request, other=-float("inf"))
     top = tl.max(lse_S, 0)
     weight_S = tl.exp2(lse_S - tl.where(top == -float("inf"), 0.0, top))
     there = (lse_S > -float("inf"))[:, None] & (dv[None, :] < V_DIM)
@@ -332,7 +333,7 @@ def paged_attention(
     pairs = k_pages.dtype == torch.float8_e4m3fn and dot == torch.float16 and device.arch().startswith("sm")
     if pairs:
         k_pages, v_pages = k_pages.view(torch.int16), v_pages.view(torch.int16)
-    _attend[(kv_heads, blocks, splits)](
+    _attend[(kv_heads * blocks, splits)](
         q_THD,
         k_pages,
         v_pages,
@@ -364,7 +365,7 @@ def paged_attention(
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         PAGE_SIZE=batch.page_table.page_size,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         BLOCK_A_REQUEST=a_block_a_request,
         HAS_CAP=logit_cap > 0,
         HAS_WINDOW=window != NO_WINDOW,
@@ -386,12 +387,12 @@ def paged_attention(
             q_THD if sinks_H is None else sinks_H,
             requests,
             num_tokens,
+            splits,
             v_scale,
             HEADS=num_heads,
             V_DIM=v_dim,
             BLOCK_V=triton.next_power_of_2(v_dim),
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_S=8 if splits <= 8 else 64,
             HAS_SINKS=sinks_H is not None,
             HAS_LSE=return_lse,
             num_warps=4,
