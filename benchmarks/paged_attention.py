@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +24,7 @@ import triton
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from atom_plugin.ops.indices import PageTable
 from atom_plugin.ops.paged_attention import NO_WINDOW, PagedBatch, kernel
+from atom_plugin.ops.paged_attention.launch_shape import Shape
 from benchmarks.gpu_timing import COLD_BYTES, graph_us, read_bandwidth
 
 HEADS, KV_HEADS, DIM = 32, 4, 128
@@ -207,38 +209,34 @@ def extend() -> None:
         )
 
 
-Candidate = tuple[dict[str, object], tuple[int, int, int, int], int]  # cell, (block_m, block_n, warps, stages), splits
+Candidate = tuple[dict[str, Any], tuple[int, int, int, int], int]  # cell, (block_m, block_n, warps, stages), splits
 
 
 def candidates() -> list[Candidate]:
     """Return what the sweep tries."""
-    few = [(16, n, w, s) for n in (64, 128) for w in (4, 8) for s in (3, 5)]
-    groups = [
-        ({"batch": 64, "context": 8192, "page_size": 64}, [(16, 64, 4, s) for s in (4, 5, 6)], (1, 2, 4)),
-        ({"batch": 64, "context": 8192, "page_size": 1}, few, (1, 2)),
-        ({"batch": 64, "context": 8192, "page_size": 64, "kv_dtype": FP8}, few, (1, 2, 4)),
-        ({"batch": 1, "context": 8192, "page_size": 64}, few, (16, 32, 64)),
-        ({"batch": 16, "context": 1024, "page_size": 64}, few, (1, 2, 4)),
-        ({"batch": 256, "context": 1024, "page_size": 64}, [(16, 64, 4, s) for s in (3, 4, 5)], (1, 2)),
-        (
-            {"batch": 64, "context": 8192, "page_size": 64, "q_len": 8},
-            [(64, n, w, s) for n in (64, 128) for w in (4, 8) for s in (3, 4, 5)],
-            (1, 2),
-        ),
-        (
-            {"batch": 1, "context": 12288, "page_size": 64, "q_len": 4096},
-            [(m, n, w, s) for m in (64, 128) for n in (64, 128) for w in (4, 8) for s in (2, 3, 4)],
-            (1,),
-        ),
+    few, eight = ([(m, n, 4, s) for n in (64, 128) for s in (3, 5)] for m in (16, 64))
+    long = [(m, n, w, s) for m, w in ((64, 4), (128, 4), (128, 8), (256, 8)) for n in (64, 128) for s in (2, 3)]
+    paged, new = {"context": 8192, "page_size": 64}, {"batch": 1, "context": 12288, "q_len": 4096}
+    groups: list[tuple[dict[str, Any], list[tuple[int, int, int, int]], tuple[int, ...]]] = [
+        ({**paged, "batch": 1}, few, (16, 32, 64)),
+        ({**paged, "batch": 16}, few, (2, 4, 8)),
+        ({**paged, "batch": 64}, few, (1, 2, 4)),
+        ({**paged, "batch": 64, "page_size": 1}, few, (1, 2)),
+        ({**paged, "batch": 16, "kv_dtype": FP8}, few, (2, 4, 8)),
+        ({**paged, "batch": 64, "kv_dtype": FP8}, few, (1, 2, 4)),
+        ({**paged, "batch": 16, "q_len": 8}, eight, (1, 2, 4)),
+        ({**paged, "batch": 64, "q_len": 8}, eight, (1, 2)),
+        ({**new, "page_size": 64}, long, (1,)),
+        ({**new, "page_size": 1}, [(128, 64, 4, s) for s in (2, 3)], (1,)),
     ]
     return [(cell, shape, split) for cell, shapes, splits in groups for shape in shapes for split in splits]
 
 
-def with_shape(candidate: Candidate, run: Callable[[Work], float], **work: object) -> float:
+def with_shape(candidate: Candidate, run: Callable[[Work], float], **work: Any) -> float:
     """Return ``run`` of the candidate's cell with its launch shape; infinity where that does not fit the chip."""
     cell, (block_m, block_n, warps, stages), splits = candidate
     own = kernel.shape_for, kernel.splits_for
-    shape = kernel.Shape(block_m=block_m, block_n=block_n, warps=warps, stages=stages)
+    shape = Shape(block_m=block_m, block_n=block_n, warps=warps, stages=stages, beside=1)
     kernel.shape_for, kernel.splits_for = (lambda *_args, **_kw: shape), (lambda **_kw: splits)
     try:
         return run(Work(**{**cell, **work}))

@@ -1,6 +1,6 @@
 """Compiles our Triton kernels for AMD chips without one, exactly as their launchers launch them.
 
-    python -m tests.ops.machine_code > atom_plugin/ops/machine_code.md
+    python -m tests.ops.machine_code > benchmarks/amd_machine_code.md
 
 A launcher is called on tensors without memory, with its kernels replaced by recorders; what they record (types, sizes,
 constants, warps, stages) is compiled for the chip and its registers, LDS, spills and matrix instructions are read.
@@ -172,11 +172,88 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def store_kv_calls(arch: str) -> dict[str, Callable[[], object]]:
+    """Return name -> a call of the launcher."""
+    from atom_plugin.ops.indices import TokenSlots
+    from atom_plugin.ops.store_kv import kernel
+
+    def call(*, tokens: int, dim: int = 128, pool_dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+        k, pool = empty(tokens, 4, dim, dtype=torch.bfloat16), empty(4096, 64, 4, dim, dtype=pool_dtype)
+        slots = TokenSlots(slots_T=empty(tokens, dtype=torch.int64))
+        return lambda: kernel.store_kv(k, k, pool, pool, slots, k_scale=0.5, v_scale=1.0)
+
+    fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    return {
+        "64 tokens": call(tokens=64),
+        "8,192 tokens": call(tokens=8192),
+        "8,192 tokens, FP8": call(tokens=8192, pool_dtype=fp8),
+        "64 tokens, FP8, head dim 80": call(tokens=64, dim=80, pool_dtype=fp8),
+    }
+
+
+def qk_norm_rope_store_kv_calls(arch: str) -> dict[str, Callable[[], object]]:
+    """Return name -> a call of the launcher."""
+    from atom_plugin.ops.indices import TokenSlots
+    from atom_plugin.ops.qk_norm_rope_store_kv import kernel
+
+    def call(
+        *, tokens: int, heads: tuple[int, int] = (32, 4), dims: tuple[int, int] = (128, 128), is_neox: bool = True,
+        dtype: torch.dtype = torch.bfloat16, pool_dtype: torch.dtype = torch.bfloat16, axes: int = 1,
+    ) -> Callable[[], object]:  # fmt: skip
+        dim, rotary_dim = dims
+        q, k = (empty(tokens, number, dim, dtype=dtype) for number in heads)
+        pool, weight = empty(4096, 64, heads[1], dim, dtype=pool_dtype), empty(dim, dtype=dtype)
+        positions = empty(tokens, dtype=torch.int64) if axes == 1 else empty(axes, tokens, dtype=torch.int64)
+        slots = TokenSlots(slots_T=empty(tokens, dtype=torch.int64))
+        return lambda: kernel.qk_norm_rope_store_kv(
+            q, k, k, pool, pool, slots, positions=positions,
+            axis_of_frequency=empty(rotary_dim // 2, dtype=torch.int64) if axes == 3 else None,
+            cos_sin_cache=empty(4096, rotary_dim, dtype=torch.float32), is_neox=is_neox, q_weight=weight,
+            k_weight=weight, eps=1e-6, k_scale=0.5, v_scale=1.0,
+        )  # fmt: skip
+
+    fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    return {
+        "64 tokens": call(tokens=64),
+        "8,192 tokens": call(tokens=8192),
+        "64 tokens, FP8": call(tokens=64, pool_dtype=fp8),
+        "8,192 tokens, FP8": call(tokens=8192, pool_dtype=fp8),
+        "8,192 tokens, fp32": call(tokens=8192, dtype=torch.float32, pool_dtype=torch.float32),
+        "64 tokens, pairs side by side": call(tokens=64, is_neox=False),
+        "8,192 tokens, pairs side by side": call(tokens=8192, is_neox=False),
+        "64 tokens, head dim 80": call(tokens=64, dims=(80, 80)),
+        "8,192 tokens, head dim 96": call(tokens=8192, dims=(96, 96)),
+        "8,192 tokens, head dim 256": call(tokens=8192, heads=(16, 2), dims=(256, 256)),
+        "8,192 tokens, head dim 256, 64 rotated by 3 axes": call(tokens=8192, heads=(16, 2), dims=(256, 64), axes=3),
+        "8,192 tokens, 12 heads": call(tokens=8192, heads=(12, 3)),
+    }
+
+
+def ragged_calls() -> dict[str, Callable[[], object]]:
+    """Return name -> a call of a launcher."""
+    from atom_plugin.ops.indices import PageTable
+    from atom_plugin.ops.ragged import kernel
+
+    lens = empty(64, dtype=torch.int32)
+    table = PageTable(pages_BP=empty(64, 2048, dtype=torch.int32), page_size=16)
+    out, bounds = empty(64, 32, 128, dtype=torch.bfloat16), empty(65, dtype=torch.int32)
+    return {"64 requests": lambda: (kernel.pack(lens, table), kernel.zero_blind(out, bounds, lens))}
+
+
 def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
     """Return (kernel module, name) -> a call of one of its launchers, for every kernel of ours."""
     from atom_plugin.ops.paged_attention import kernel as paged_attention
+    from atom_plugin.ops.qk_norm_rope_store_kv import kernel as qk_norm_rope_store_kv
+    from atom_plugin.ops.ragged import kernel as ragged
+    from atom_plugin.ops.store_kv import kernel as store_kv
 
-    return {(paged_attention, name): call for name, call in paged_attention_calls(arch).items()}
+    calls = {
+        paged_attention: paged_attention_calls(arch),
+        store_kv: store_kv_calls(arch),
+        qk_norm_rope_store_kv: qk_norm_rope_store_kv_calls(arch),
+        ragged: ragged_calls(),
+    }
+    return {(module, name): call for module, named in calls.items() for name, call in named.items()}
 
 
 def machine_code(arch: str) -> Iterator[tuple[str, str, MachineCode]]:
@@ -192,7 +269,7 @@ def row(arch: str, op: str, name: str, code: MachineCode) -> str:
     """Return one line of the table."""
     return (
         f"| {arch} | {op} | {name} | {code.kernel} | {code.vgprs} | {code.spills} | {code.lds:,} "
-        f"| {code.matrix_instructions} |"
+        f"| {code.matrix_instructions} | {'yes' if code.has_dot else 'no'} |"
     )
 
 
@@ -202,9 +279,8 @@ def main() -> None:
     print(f"Compiled by Triton {triton.__version__} (`python -m tests.ops.machine_code`), nothing run. VGPRs include")
     print("accumulation registers, a thread has 512; spills are VGPRs; LDS in bytes a block, of 65,536 on gfx942 and")
     print("163,840 on gfx950.\n")
-    print(
-        "| chip | op | call | kernel | VGPRs | spills | LDS | matrix instructions |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| chip | op | call | kernel | VGPRs | spills | LDS | matrix instructions | has a dot |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for arch in LDS_BYTES:
         for op, name, code in machine_code(arch):
             print(row(arch, op, name, code), flush=True)

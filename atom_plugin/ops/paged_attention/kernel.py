@@ -7,15 +7,13 @@ depends on shapes only, and a captured launch serves any lengths.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from atom_plugin import device
 from atom_plugin.ops.paged_attention import NO_WINDOW, PagedBatch
+from atom_plugin.ops.paged_attention.launch_shape import dot_dtype, shape_for, splits_for
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -288,32 +286,7 @@ def _reduce(
         tl.store(lse + row + tl.arange(0, 1), lse_1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """How a launch is cut. ``block_m``: query rows (tokens x heads of a group) a program; ``block_n``: keys a step."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def shape_for(arch: str, *, rows: int, head_dim: int, itemsize: int) -> Shape:
-    """Return the launch shape for ``rows`` query rows a request at most, keys of ``head_dim`` x ``itemsize`` bytes."""
-    block_m = min(max(16, triton.next_power_of_2(rows)), 128)
-    wide = head_dim > 128 or itemsize > 2
-    if not arch.startswith("sm"):  # 64 KB of LDS on gfx942
-        return Shape(block_m=min(block_m, 64) if wide else block_m, block_n=32 if wide else 64, warps=4, stages=2)
-    if wide:
-        return Shape(block_m=min(block_m, 64), block_n=32, warps=4, stages=2)
-    if block_m == 128:
-        return Shape(block_m=128, block_n=64, warps=8, stages=3)
-    return Shape(block_m=block_m, block_n=64, warps=4, stages=3 if block_m == 64 else 5)
-
-
-def splits_for(*, programs: int, max_seq_len: int) -> int:
-    """Return into how many ranges the keys are cut: a program for each multiprocessor, 128 keys or more for each."""
-    return max(1, min(device.num_multiprocessors() // programs, max_seq_len // 128, 64))
+_TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def paged_attention(
@@ -340,12 +313,18 @@ def paged_attention(
     if not scale * k_scale > 0:
         raise ValueError(f"paged_attention: scale {scale} times k_scale {k_scale} has to be positive")
     group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
-    dot = _dot_dtype(q_THD.dtype, k_pages.dtype)
-    shape = shape_for(device.arch(), rows=batch.max_q_len * group, head_dim=head_dim, itemsize=dot.itemsize)
+    dot = dot_dtype(q_THD.dtype, k_pages.dtype)
+    shape = shape_for(
+        device.arch(),
+        rows=batch.max_q_len * group,
+        head_dim=max(head_dim, v_dim),
+        itemsize=dot.itemsize,
+        float8=k_pages.dtype.itemsize == 1,
+    )
     tokens_a_block = shape.block_m // group
     a_block_a_request = batch.max_q_len <= tokens_a_block
     blocks = requests if a_block_a_request else num_tokens // tokens_a_block + requests
-    splits = splits_for(programs=kv_heads * blocks, max_seq_len=batch.max_seq_len)
+    splits = splits_for(programs=kv_heads * blocks, beside=shape.beside, max_seq_len=batch.max_seq_len)
     parts, part_lses = out_THD, lse_TH
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, v_dim, dtype=torch.float32, device=q_THD.device)
@@ -418,20 +397,3 @@ def paged_attention(
             num_warps=4,
         )
     return out_THD, lse_TH
-
-
-_TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-@functools.cache
-def _dot_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Return what the products are computed in: every stored value is exact in it, and so is q, up to a factor a row.
-
-    float8 becomes fp16, which holds all its values and takes one instruction; q in bf16 then follows, scaled. fp16
-    queries on bf16 keys have no common 16-bit type.
-    """
-    if kv_dtype.itemsize == 1:
-        return torch.float16 if q_dtype != torch.float32 else torch.float32
-    if kv_dtype == q_dtype:
-        return q_dtype
-    return torch.float16 if (q_dtype, kv_dtype) == (torch.bfloat16, torch.float16) else torch.float32

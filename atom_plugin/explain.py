@@ -1,0 +1,131 @@
+"""Which kernels a model's attention layers would get on a machine that need not be this one, and why not the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from atom_plugin import aiter_lib
+from atom_plugin.attention.kv_layout import pool_dtype_of
+from atom_plugin.attention.limits import LayerOutline, why_not_backend
+from atom_plugin.attention.qk_norm_rope import declared_by
+from atom_plugin.attention.tables import PHASES, AttendKey, LayerProblems
+from atom_plugin.configs.load import Spec, load_spec
+from atom_plugin.dispatch import Table
+from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
+
+ARCHS = ("gfx942", "gfx950", "sm90", "cpu")
+AITER = (*aiter_lib.VERSIONS, "here")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where and how a model is to be served; names and units as SGLang's flags.
+
+    ``tp``: ranks that share the attention heads. ``query_len``: new tokens a request, None for every mode. ``aiter``:
+    the version there, "here" for what is installed on this machine.
+    """
+
+    arch: str
+    tp: int = 1
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    page_size: int = 1
+    query_len: int | None = None
+    aiter: str = "main"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What one op gets in one mode: ``row``, None where no row runs it, and the reasons against each other row."""
+
+    mode: str
+    row: str | None
+    refused: dict[str, list[str]]
+
+
+def explain(spec: Spec, plan: Plan) -> list[Choice]:
+    """Return the choice of every op and mode of the attention layers of ``spec``, which are alike in our models.
+
+    The problems and the tables are those of a launch; nothing is loaded. Raises ValueError for a plan that no launch
+    could have.
+    """
+    problems = why_not_backend(kv_cache_dtype=plan.kv_cache_dtype, page_size=plan.page_size, use_mla=False)
+    if problems:
+        raise ValueError("; ".join(problems))
+    q_dtype = DTYPES[plan.dtype]
+    layer = LayerProblems(
+        layer=outline_of(spec, plan.tp),
+        arch=plan.arch,
+        q_dtype=q_dtype,
+        pool_dtype=pool_dtype_of(plan.kv_cache_dtype, q_dtype, fnuz=plan.arch == "gfx942"),
+        page_size=plan.page_size,
+    )
+    with _assumed(plan.aiter):
+        return [_choice(mode, table, problem) for mode, table, problem in _modes(layer, plan.query_len)]
+
+
+def outline_of(spec: Spec, tp: int) -> LayerOutline:
+    """Return an attention layer of ``spec`` on one of ``tp`` ranks, or raise ValueError where they cannot share it."""
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    if tp < 1 or heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(f"--tp {tp} does not divide {heads} query heads and {kv_heads} KV heads")
+    return LayerOutline(
+        tp_q_head_num=heads // tp,
+        tp_k_head_num=max(1, kv_heads // tp),
+        qk_head_dim=spec.head_dim,
+        v_head_dim=spec.head_dim,
+        fused=True,
+    )
+
+
+def _assumed(version: str) -> contextlib.AbstractContextManager[None]:
+    for known in aiter_lib.VERSIONS:
+        if version == known:
+            return aiter_lib.assume(known)
+    return contextlib.nullcontext()
+
+
+def _modes(layer: LayerProblems, query_len: int | None) -> Iterator[tuple[str, Table[Any], Any]]:
+    constants = declared_by(layer.layer)
+    assert constants is not None
+    yield "norm, rope and store", qk_norm_rope_store_kv.TABLE, layer.norm_rope_store(constants)
+    yield "store alone", store_kv.TABLE, layer.store()
+    for phase in PHASES:
+        if query_len is None or (query_len == 1) == (phase == "decode"):
+            for captured in (False, True):
+                key = AttendKey(phase=phase, captured=captured, return_lse=False, has_sinks=False)
+                mode = f"{phase}{' in a graph' if captured else ''}"
+                yield mode, paged_attention.TABLE, layer.attend(key)
+
+
+def _choice(mode: str, table: Table[Any], problem: Any) -> Choice:
+    verdicts = table.verdicts(problem)
+    row = next((name for name, reasons in verdicts if not reasons), None)
+    return Choice(mode=f"{table.op}: {mode}", row=row, refused={name: reasons for name, reasons in verdicts if reasons})
+
+
+def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bool]:
+    """Return (the choices as text or JSON, whether every op and mode has a row) for ``model``, a folder or a config."""
+    spec = load_spec(model)
+    choices = explain(spec, plan)
+    served = all(choice.row for choice in choices)
+    if as_json:
+        return json.dumps({"plan": asdict(plan), "choices": [asdict(choice) for choice in choices]}, indent=1), served
+    layer = outline_of(spec, plan.tp)
+    lines = [
+        f"{model} on {plan.arch}, AITER {plan.aiter}, attention TP {plan.tp}: layers 0 to {spec.num_hidden_layers - 1} "
+        f"have {layer.tp_q_head_num} query and {layer.tp_k_head_num} KV heads of {layer.qk_head_dim} a rank, "
+        f"{plan.dtype}, KV cache {plan.kv_cache_dtype}, pages of {plan.page_size}"
+    ]
+    for choice in choices:
+        lines.append(f"  {choice.mode:<46}{choice.row or 'NO ROW RUNS THIS'}")
+        if why or choice.row is None:
+            lines += [f"      not {name}: {reason}" for name, reasons in choice.refused.items() for reason in reasons]
+    return "\n".join(lines), served

@@ -1,0 +1,100 @@
+"""``atom-plugin explain``: the choices of a launch, for a machine that is not here, from a config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom_plugin import cli
+from atom_plugin.attention.tables import LayerKernels
+from atom_plugin.configs import load_spec
+from atom_plugin.explain import ARCHS, Plan, explain, outline_of
+from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf_configs"
+MOE, BIG = CONFIGS / "Qwen--Qwen3-30B-A3B.json", CONFIGS / "Qwen--Qwen3-235B-A22B-FP8.json"
+
+
+def rows(plan: Plan, model: Path = MOE) -> dict[str, str | None]:
+    return {choice.mode.split(": ")[1]: choice.row for choice in explain(load_spec(model), plan)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (Plan(arch="cpu"), {"norm, rope and store": "eager", "decode": "eager", "extend in a graph": "eager"}),
+        (Plan(arch="sm90"), {"norm, rope and store": "triton", "decode in a graph": "triton", "extend": "triton"}),
+        (
+            Plan(arch="gfx942", page_size=16),
+            {"store alone": "aiter_reshape_and_cache_flash", "decode in a graph": "aiter_unified_attention"},
+        ),
+        (Plan(arch="gfx942"), {"decode": "aiter_paged_attention_ragged", "extend": "aiter_mha_batch_prefill"}),
+        (Plan(arch="gfx942", aiter="here"), {"decode": "triton", "extend": "triton", "store alone": "triton"}),
+        (Plan(arch="gfx942", dtype="float32"), {"decode": "triton", "extend": "triton"}),
+    ],
+    ids=["cpu", "sm90", "gfx942 pages of 16", "gfx942", "gfx942 without AITER", "gfx942 float32"],
+)
+def test_rows_by_machine(plan: Plan, expected: dict[str, str]) -> None:
+    found = rows(plan)
+    assert {mode: found[mode] for mode in expected} == expected
+
+
+def test_the_choice_is_that_of_a_launch() -> None:
+    spec = load_spec(MOE)
+    kernels = LayerKernels(
+        outline_of(spec, 2), arch="cpu", q_dtype=torch.bfloat16, pool_dtype=torch.float8_e4m3fn, page_size=64
+    )
+    kernels.resolve(captured=True)
+    found = rows(Plan(arch="cpu", tp=2, kv_cache_dtype="fp8_e4m3", page_size=64))
+    assert kernels.rows["paged_attention captured decode"] == found["decode in a graph"]
+    assert kernels.rows["paged_attention captured extend"] == found["extend in a graph"]
+    assert kernels.rows["qk_norm_rope_store_kv"] == found["norm, rope and store"]
+    assert kernels.rows["store_kv"] == found["store alone"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_row_is_chosen_or_refused_with_a_reason(arch: str) -> None:
+    for choice in explain(load_spec(BIG), Plan(arch=arch, tp=8, kv_cache_dtype="fp8_e4m3", page_size=16)):
+        tables = (paged_attention.TABLE, qk_norm_rope_store_kv.TABLE, store_kv.TABLE)
+        (table,) = (table for table in tables if choice.mode.startswith(f"{table.op}: "))
+        names = table.names()
+        assert choice.row in names
+        assert set(names[: names.index(choice.row)]) <= choice.refused.keys()
+        assert all(choice.refused.values())
+
+
+def test_query_length_picks_the_phase() -> None:
+    assert {"decode", "decode in a graph"} <= rows(Plan(arch="cpu", query_len=1)).keys()
+    assert not {"extend", "extend in a graph"} & rows(Plan(arch="cpu", query_len=1)).keys()
+    assert not {"decode", "decode in a graph"} & rows(Plan(arch="cpu", query_len=8)).keys()
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--page-size", "16"]) == 0
+    text = capsys.readouterr().out
+    assert "layers 0 to 93 have 8 query and 1 KV heads of 128 a rank" in text
+    assert "paged_attention: decode in a graph            aiter_unified_attention" in text
+    assert "      not " not in text
+    assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--why"]) == 0
+    assert "not aiter_unified_attention: page size 1: takes powers of two from 16" in capsys.readouterr().out
+    assert cli.main(["explain", str(MOE), "--arch", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"][0]["row"] == "eager"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((str(MOE), "--tp", "3"), "--tp 3 does not divide 32 query heads and 4 KV heads"),
+        ((str(MOE), "--tp", "0"), "--tp 0 does not divide 32 query heads and 4 KV heads"),
+        ((str(MOE), "--page-size", "3"), "--page-size 3: use a power of two"),
+        ((str(MOE), "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: use one of"),
+        ((str(CONFIGS / "deepseek-ai--DeepSeek-V3.json"),), "with model_type 'deepseek_v3' is not one that"),
+        (("/nowhere",), "/nowhere: cannot be read as a config"),
+    ],
+)
+def test_what_cannot_be_explained(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", *arguments, "--arch", "gfx942"]) == 2
+    assert message in capsys.readouterr().err
