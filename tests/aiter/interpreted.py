@@ -154,7 +154,7 @@ def captured() -> None:
 
 def empty() -> None:
     """No tokens: no launch, an empty answer."""
-    k, v, batch = make_batch([1], [5], page_size=16, dim=32, v_dim=32)
+    k, v, batch = make_batch([0], [5], page_size=16, dim=32, v_dim=32)
     k, v = k.to(FLOAT16), v.to(FLOAT16)
     out, _ = paged_attention(torch.empty(0, 4, 32, dtype=FLOAT16), k, v, batch, scale=1.0, forced=UNIFIED)
     assert out.shape == (0, 4, 32)
