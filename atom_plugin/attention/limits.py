@@ -65,8 +65,9 @@ class LayerOutline:
 
     def __post_init__(self) -> None:
         if self.fused:
+            weight = torch.ones(self.qk_head_dim)
             self.qk_norm_rope = QKNormRope(
-                q_weight=None, k_weight=None, eps=0.0, rotary_dim=self.qk_head_dim, position_source="positions"
+                q_weight=weight, k_weight=weight, eps=1e-6, rotary_dim=self.qk_head_dim, position_source="positions"
             )
 
 

@@ -74,6 +74,7 @@ class LayerProblems:
             head_dim=self.layer.qk_head_dim,
             rotary_dim=constants.rotary_dim,
             num_position_axes=1 if constants.position_source == "positions" else 3,
+            normed=constants.q_weight is not None,
         )
 
     def attend(self, key: AttendKey) -> paged_attention.PagedAttentionProblem:
@@ -96,9 +97,10 @@ class LayerProblems:
         )
 
 
-def keys_of(*, captured: bool) -> list[AttendKey]:
-    """Return every mode that a layer can be called in, with or without a graph."""
-    modes = itertools.product(PHASES, (False, True), (False, True))
+def keys_of(*, captured: bool, with_options: bool) -> list[AttendKey]:
+    """Return every mode that a layer can be called in, with or without a graph; ``with_options``: lse and sinks too."""
+    options = (False, True) if with_options else (False,)
+    modes = itertools.product(PHASES, options, options)
     return [
         AttendKey(phase=phase, captured=captured, return_lse=return_lse, has_sinks=has_sinks)
         for phase, return_lse, has_sinks in modes
@@ -125,11 +127,15 @@ class LayerKernels:
         self._norm_rope_store: qk_norm_rope_store_kv.QKNormRopeStoreKV | None = None
 
     def resolve(self, *, captured: bool) -> None:
-        """Choose every row that the layer can need, so that a missing one ends the launch and not a request."""
+        """Choose every row that the layer can need, so that a missing one ends the launch and not a request.
+
+        An attention row forced by name need not return an lse or take sinks: few models ask for them, and one that does
+        gets its NoKernelError from the server's own warm-up request.
+        """
         constants = declared_by(self._problems.layer)
         if constants is not None:
             self.norm_rope_store(constants)
-        for key in keys_of(captured=captured):
+        for key in keys_of(captured=captured, with_options=paged_attention.TABLE.op not in self._forced):
             self.attend(key)
 
     def attend(self, key: AttendKey) -> paged_attention.PagedAttention:

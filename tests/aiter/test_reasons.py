@@ -130,7 +130,7 @@ def test_every_reason_of_attention(
 STORE = StoreKVProblem(arch="gfx942", kv_dtype=BF16, pool_dtype=BF16)
 NORMED = QKNormRopeStoreKVProblem(
     arch="gfx942", qkv_dtype=BF16, pool_dtype=BF16, num_q_heads=32, num_kv_heads=4, head_dim=128, rotary_dim=128,
-    num_position_axes=1,
+    num_position_axes=1, normed=True,
 )  # fmt: skip
 STORE_ROW, NORMED_ROW = "aiter_reshape_and_cache_flash", "aiter_fused_qk_norm_rope_cache_pts_quant_shuffle"
 PLAIN_ROW = "aiter_fused_qk_rope_reshape_and_cache"

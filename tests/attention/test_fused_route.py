@@ -273,7 +273,10 @@ def test_forced_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ("forced", "message"),
     [
         ("attention=eager", "names the op 'attention'; the ops are: paged_attention, store_kv, qk_norm_rope_store_kv"),
-        ("store_kv=cutlass", "names the row store_kv=cutlass; its rows are: triton, eager, reference"),
+        (
+            "store_kv=cutlass",
+            "names the row store_kv=cutlass; its rows are: aiter_reshape_and_cache_flash, triton, eager, reference",
+        ),
     ],
 )
 def test_an_unknown_forced_name_ends_the_launch(monkeypatch: pytest.MonkeyPatch, forced: str, message: str) -> None:

@@ -113,6 +113,7 @@ PROBLEM = QKNormRopeStoreKVProblem(
     head_dim=64,
     rotary_dim=64,
     num_position_axes=1,
+    normed=True,
 )
 
 

@@ -230,6 +230,7 @@ PROBLEM = QKNormRopeStoreKVProblem(
     head_dim=128,
     rotary_dim=128,
     num_position_axes=1,
+    normed=True,
 )
 
 

@@ -168,8 +168,9 @@ def _attend(
     """One block of queries of one KV head over one range of its keys.
 
     ``out``, ``lse``: the op's, but with IS_SPLIT [ranges, tokens, heads, V_DIM] and [ranges, tokens, heads] in float32,
-    lse in log2. Numbers that change from step to step are not constants: each would compile anew. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16. PAIRS:
-    ``k`` and ``v`` are int16, each of two float8 columns; dims count them, and so do their strides.
+    lse in log2. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16. PAIRS: ``k`` and
+    ``v`` are int16, each of two float8 columns; dims count them, and so do their strides. Numbers that change from step
+    to step are not constants: each would compile anew.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
     kv_head, block, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS, tl.program_id(1)
@@ -183,7 +184,9 @@ def _attend(
     if BLOCK_A_REQUEST:
         request, first = block, 0
     else:
-        block = tl.num_programs(0) // KV_HEADS - 1 - block  # the last queries of a request see most keys: they start first
+        block = (
+            tl.num_programs(0) // KV_HEADS - 1 - block
+        )  # the last queries of a request see most keys: they start first
         request = _request_of(block, qo_indptr, num_requests, BLOCK_Q)
         first = (block - (tl.load(qo_indptr + request) // BLOCK_Q + request)) * BLOCK_Q
     q_begin, q_end, seq_len = (

@@ -33,7 +33,7 @@ class QKNormRopeStoreKVProblem:
     head_dim: int
     rotary_dim: int
     num_position_axes: int
-    normed: bool = True
+    normed: bool
     forced: str | None = None
 
 
