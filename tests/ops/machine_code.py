@@ -229,6 +229,38 @@ def qk_norm_rope_store_kv_calls(arch: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def mla_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
+    """Return name -> a call of the launcher: latent rows of 512 + 64."""
+    from atom_plugin.ops.indices import PageTable
+    from atom_plugin.ops.mla_attention import kernel
+    from atom_plugin.ops.paged_attention import PagedBatch
+
+    def call(
+        *, heads: int, q_len: int = 1, page_size: int = 1, kv_dtype: torch.dtype = torch.bfloat16
+    ) -> Callable[[], object]:
+        paged = PagedBatch(
+            qo_indptr_B1=empty(17, dtype=torch.int32),
+            seq_lens_B=empty(16, dtype=torch.int32),
+            page_table=PageTable(pages_BP=empty(16, 8192 // page_size, dtype=torch.int32), page_size=page_size),
+            max_q_len=q_len,
+            max_seq_len=8192,
+            captured=True,
+        )
+        q = empty(16 * q_len, heads, 576, dtype=torch.bfloat16)
+        pool = empty(4096, page_size, 1, 576, dtype=kv_dtype)
+        return lambda: kernel.mla_attention(q, pool, paged, kv_lora_rank=512, scale=0.1, kv_scale=1.0, return_lse=False)
+
+    fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    return {
+        "12 heads": call(heads=12),
+        "12 heads, pages of 64": call(heads=12, page_size=64),
+        "12 heads, FP8": call(heads=12, kv_dtype=fp8),
+        "12 heads, verify 8": call(heads=12, q_len=8),
+        "12 heads, verify 8, FP8": call(heads=12, q_len=8, kv_dtype=fp8),
+        "128 heads": call(heads=128),
+    }
+
+
 def ragged_calls() -> dict[str, Callable[[], object]]:
     """Return name -> a call of a launcher."""
     from atom_plugin.ops.indices import PageTable
@@ -242,6 +274,7 @@ def ragged_calls() -> dict[str, Callable[[], object]]:
 
 def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
     """Return (kernel module, name) -> a call of one of its launchers, for every kernel of ours."""
+    from atom_plugin.ops.mla_attention import kernel as mla_attention
     from atom_plugin.ops.paged_attention import kernel as paged_attention
     from atom_plugin.ops.qk_norm_rope_store_kv import kernel as qk_norm_rope_store_kv
     from atom_plugin.ops.ragged import kernel as ragged
@@ -249,6 +282,7 @@ def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
 
     calls = {
         paged_attention: paged_attention_calls(arch),
+        mla_attention: mla_attention_calls(arch),
         store_kv: store_kv_calls(arch),
         qk_norm_rope_store_kv: qk_norm_rope_store_kv_calls(arch),
         ragged: ragged_calls(),
