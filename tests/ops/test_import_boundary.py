@@ -7,8 +7,8 @@ import sys
 
 _PROGRAM = """
 import importlib.util, sys
-from atom_plugin.ops import indices, paged_attention, qk_norm_rope_store_kv, store_kv
-for op in (paged_attention, qk_norm_rope_store_kv, store_kv):
+from atom_plugin.ops import indices, mla_attention, paged_attention, qk_norm_rope_store_kv, store_kv
+for op in (paged_attention, mla_attention, qk_norm_rope_store_kv, store_kv):
     for kernel in op.TABLE.kernels:
         if not kernel.name.startswith("aiter_"):
             kernel.load()
