@@ -66,15 +66,6 @@ def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
             return backend
 
 
-def kv_write_location(forward_batch: Any, slots: Any) -> Any:
-    """Return what the pool's writer takes for the token slots ``slots`` (int64 [tokens]) of ``forward_batch``."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    if since("0.5.23"):
-        return KVWriteLoc(slots, physical=forward_batch.out_cache_loc_is_physical)
-    return KVWriteLoc(slots)
-
-
 def num_real_tokens(forward_batch: Any) -> int | None:
     """Return how many of the batch's tokens are real where MLP sync padded it; None where nobody counted."""
     if since("0.5.21"):
@@ -225,6 +216,11 @@ def is_plain_mha_pool(pool: Any) -> bool:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return type(pool) is MHATokenToKVPool
+
+
+def has_sinks(model: Any) -> bool:
+    """Return whether ``model`` hands attention sinks over: those of SGLang that do keep them in a parameter ``sinks``."""
+    return any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
 
 
 def attention_layers(model: Any) -> list[Any]:

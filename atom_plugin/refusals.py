@@ -10,6 +10,7 @@ from typing import Any
 from atom_plugin import device, host, platform, settings
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend
+from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
 from atom_plugin.configs import ConfigError, Qwen3MoeSpec, Qwen3Spec, load_spec
 from atom_plugin.configs.load import raw_config
@@ -216,10 +217,11 @@ def backend_problems(server_args: Any) -> list[str]:
         v_head_dim=model_config.v_head_dim,
         fused=cfg.model_impl == NAME,
     )
-    return why_no_row(
-        outline,
+    layer = LayerProblems(
+        layer=outline,
         arch=device.arch(),
         q_dtype=model_config.dtype,
         pool_dtype=pool_dtype_of(cfg.kv_cache_dtype, model_config.dtype, fnuz=device.fp8_is_fnuz()),
         page_size=cfg.page_size,
     )
+    return why_no_row(layer, captures=device.is_accelerator(device.arch()) and not cfg.disable_cuda_graph)

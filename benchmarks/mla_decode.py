@@ -99,6 +99,7 @@ class Work:
                 max_q_len=self.q_len,
                 max_seq_len=self.context,
                 captured=True,
+                one_query_each=self.q_len == 1,
             )
             for table in self.tables
         ]
@@ -162,6 +163,7 @@ class Work:
         worst = (self.ours(self.config())(0).float() - theirs.float()).abs().max().item()
         if not worst < 0.05:
             REFUSALS[f"{name}, {self}"] = f"DISAGREES with ours by {worst:.3f}"
+            return float("nan")
         return self.us(call)
 
 

@@ -73,6 +73,7 @@ class Work:
                 max_q_len=self.q_len,
                 max_seq_len=self.context,
                 captured=True,
+                one_query_each=self.q_len == 1,
             )
             for table in self.tables
         ]

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from atom_plugin import device, host, settings
-from atom_plugin.attention.kv_layout import as_pages, is_fp8_kv, why_not_pool
+from atom_plugin.attention.kv_layout import as_pages, why_not_pool
 from atom_plugin.attention.limits import why_not_layer
 from atom_plugin.attention.metadata import DecodeMetadata, ExtendMetadata, IdleMetadata, Metadata, MetadataBuilder
 from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
@@ -46,8 +46,9 @@ class AtomAttentionBackend(AttentionBackend):
         self.forward_metadata: Metadata = IdleMetadata()
         self._builder = MetadataBuilder(req_to_token=self.req_to_token_pool.req_to_token, page_size=self.page_size)
         self._kernels: dict[Any, LayerKernels] = {}
+        self._has_sinks = host.has_sinks(runner.model)
         for layer in host.attention_layers(runner.model):
-            self._kernels_of(layer).resolve(captured=False)
+            self._kernels_of(layer).resolve(captured=False, has_sinks=self._has_sinks)
         self._report_rows()
 
     # Metadata
@@ -65,7 +66,7 @@ class AtomAttentionBackend(AttentionBackend):
         """Allocate what captured batches of up to ``max_bs`` requests read, and choose their kernels."""
         self._builder.allocate_for_graphs(max_bs)
         for kernels in self._kernels.values():
-            kernels.resolve(captured=True)
+            kernels.resolve(captured=True, has_sinks=self._has_sinks)
         self._report_rows()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -214,11 +215,7 @@ class AtomAttentionBackend(AttentionBackend):
         k_THD = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v_THD = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         slots = call.slots(k_THD.shape[0])
-        if not is_fp8_kv(self.kv_cache_dtype):
-            location = host.kv_write_location(call.forward_batch, slots.slots_T)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k_THD, v_THD)
-            return
-        kernels = self._kernels_of(layer)  # the pool's writer would divide the caller's k and v in place
+        kernels = self._kernels_of(layer)  # the pool's own writer would divide the caller's k and v in place
         kernels.store(k_THD, v_THD, *pages, slots, k_scale=kernels.scales.k, v_scale=kernels.scales.v)
 
     def _attend(
@@ -248,7 +245,7 @@ class AtomAttentionBackend(AttentionBackend):
             window=kernels.window,
             logit_cap=layer.logit_cap,
             return_lse=return_lse,
-            sinks_H=sinks,
+            sinks_H=None if sinks is None else sinks.contiguous(),
         )
 
     def _report_rows(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from atom_plugin.attention.qk_norm_rope import QKNormRope
-from atom_plugin.attention.tables import LayerKernels
+from atom_plugin.attention.tables import LayerProblems, choose, forced_rows, modes_of
 from atom_plugin.dispatch import NoKernelError
 
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8", "fp8_e4m3")
@@ -71,16 +71,23 @@ class LayerOutline:
             )
 
 
-def why_no_row(
-    outline: LayerOutline, *, arch: str, q_dtype: torch.dtype, pool_dtype: torch.dtype, page_size: int
-) -> list[str]:
-    """Return why a dispatch table has no row for layers of this outline, all rows' reasons in one; empty if it has."""
+def why_no_row(layer: LayerProblems, *, captures: bool) -> list[str]:
+    """Return why a dispatch table has no row for the layers of a launch, an entry a mode; empty if it has.
+
+    ``captures``: the launch captures graphs. Nothing is loaded.
+    """
     try:
-        kernels = LayerKernels(outline, arch=arch, q_dtype=q_dtype, pool_dtype=pool_dtype, page_size=page_size)
-        kernels.resolve(captured=False)
-    except (NoKernelError, ValueError) as error:
+        forced = forced_rows()
+    except ValueError as error:
         return [str(error)]
-    return []
+    reasons = []
+    for captured in (False, True) if captures else (False,):
+        for _, table, problem, _ in modes_of(layer, captured=captured, has_sinks=False):
+            try:
+                choose(table, problem, forced)
+            except NoKernelError as error:
+                reasons.append(str(error))
+    return list(dict.fromkeys(reasons))
 
 
 def why_not_layer(layer: Any) -> list[str]:

@@ -162,6 +162,7 @@ class MetadataBuilder:
             max_q_len=step.max_q_len,
             max_seq_len=self.max_seq_len if captured else step.max_seq_len,
             captured=captured,
+            one_query_each=step.is_decode,
         )
         kind = DecodeMetadata if step.is_decode else ExtendMetadata
         return kind(num_tokens=step.num_tokens, batch=batch)

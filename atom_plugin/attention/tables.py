@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from atom_plugin import settings
 from atom_plugin.attention.kv_layout import KVScales
 from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
-from atom_plugin.dispatch import Table
+from atom_plugin.dispatch import Kernel, Table
 from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
 
 PHASES: tuple[Literal["decode", "extend"], ...] = ("decode", "extend")
@@ -97,14 +97,33 @@ class LayerProblems:
         )
 
 
-def keys_of(*, captured: bool, with_options: bool) -> list[AttendKey]:
-    """Return every mode that a layer can be called in, with or without a graph; ``with_options``: lse and sinks too."""
-    options = (False, True) if with_options else (False,)
-    modes = itertools.product(PHASES, options, options)
-    return [
-        AttendKey(phase=phase, captured=captured, return_lse=return_lse, has_sinks=has_sinks)
-        for phase, return_lse, has_sinks in modes
-    ]
+def modes_of(
+    layer: LayerProblems, *, captured: bool, has_sinks: bool
+) -> Iterator[tuple[str, Table[Any], Any, AttendKey | None]]:
+    """Yield (mode, table, problem, key of an attention mode) of every call that a launch can lead to.
+
+    ``has_sinks``: the model hands sinks over. No model of ours, and none on a plain KV pool, asks for an lse: one that
+    does gets its rows, or NoKernelError, at its first call.
+    """
+    yield "store_kv", store_kv.TABLE, layer.store(), None
+    constants = declared_by(layer.layer)
+    if constants is not None:
+        yield "qk_norm_rope_store_kv", qk_norm_rope_store_kv.TABLE, layer.norm_rope_store(constants), None
+    for phase in PHASES:
+        key = AttendKey(phase=phase, captured=captured, return_lse=False, has_sinks=has_sinks)
+        yield mode_name(key), paged_attention.TABLE, layer.attend(key), key
+
+
+def mode_name(key: AttendKey) -> str:
+    """Return the mode in words."""
+    options = [name for name, asked in (("lse", key.return_lse), ("sinks", key.has_sinks)) if asked]
+    return " ".join(["paged_attention", key.phase, *(["in a graph"] if key.captured else []), *options])
+
+
+def choose(table: Table[Any], problem: Any, forced: dict[str, str]) -> Kernel[Any]:
+    """Return the row that runs ``problem``, that of ``forced`` (op -> row) where it names one; else NoKernelError."""
+    name = forced.get(table.op)
+    return table.choose(replace(problem, forced=name), name)
 
 
 class LayerKernels:
@@ -126,24 +145,19 @@ class LayerKernels:
         self.store: store_kv.StoreKV = self._choose(store_kv.TABLE, self._problems.store(), "store_kv")
         self._norm_rope_store: qk_norm_rope_store_kv.QKNormRopeStoreKV | None = None
 
-    def resolve(self, *, captured: bool) -> None:
-        """Choose every row that the layer can need, so that a missing one ends the launch and not a request.
-
-        An attention row forced by name need not return an lse or take sinks: few models ask for them, and one that does
-        gets its NoKernelError from the server's own warm-up request.
-        """
+    def resolve(self, *, captured: bool, has_sinks: bool) -> None:
+        """Choose every row that the launch can lead to, so that a missing one ends it, and not a request."""
         constants = declared_by(self._problems.layer)
         if constants is not None:
             self.norm_rope_store(constants)
-        for key in keys_of(captured=captured, with_options=paged_attention.TABLE.op not in self._forced):
-            self.attend(key)
+        for _, _, _, key in modes_of(self._problems, captured=captured, has_sinks=has_sinks):
+            if key is not None:
+                self.attend(key)
 
     def attend(self, key: AttendKey) -> paged_attention.PagedAttention:
         """Return the row that attends in ``key``'s mode."""
         if key not in self._attend:
-            options = [name for name, asked in (("lse", key.return_lse), ("sinks", key.has_sinks)) if asked]
-            mode = " ".join(["paged_attention", "captured" if key.captured else "eager", key.phase, *options])
-            self._attend[key] = self._choose(paged_attention.TABLE, self._problems.attend(key), mode)
+            self._attend[key] = self._choose(paged_attention.TABLE, self._problems.attend(key), mode_name(key))
         return self._attend[key]
 
     def norm_rope_store(self, constants: QKNormRope) -> qk_norm_rope_store_kv.QKNormRopeStoreKV:
@@ -154,7 +168,6 @@ class LayerKernels:
         return self._norm_rope_store
 
     def _choose(self, table: Table[Any], problem: Any, mode: str) -> Any:
-        forced = self._forced.get(table.op)
-        kernel = table.choose(replace(problem, forced=forced), forced)
+        kernel = choose(table, problem, self._forced)
         self.rows[mode] = kernel.name
         return kernel.load()

@@ -34,3 +34,8 @@ class TokenTable:
     """
 
     slots_BL: torch.Tensor
+
+
+def slot_stride(pages: torch.Tensor) -> int:
+    """Return the elements from one slot of ``pages`` to the next; the stride of an axis of one entry says nothing."""
+    return pages.stride(0) if pages.shape[1] == 1 else pages.stride(1)

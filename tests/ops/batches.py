@@ -43,5 +43,6 @@ def make_batch(
         max_q_len=max(q_lens),
         max_seq_len=max(seq_lens),
         captured=captured,
+        one_query_each=all(q_len == 1 for q_len in q_lens),
     )
     return k.to(dtype), v.to(dtype), batch

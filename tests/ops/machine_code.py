@@ -94,14 +94,15 @@ def compile_for(launch: Launch, arch: str) -> MachineCode:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
             signature[parameter.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{_TYPES[value.dtype]}"
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
+            if special and isinstance(value, int) and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("hip", arch, 64), options=launch.options)
@@ -147,6 +148,7 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
             max_q_len=q_len,
             max_seq_len=max_seq_len,
             captured=True,
+            one_query_each=q_len == 1,
         )
         return lambda: kernel.paged_attention(
             empty(batch * q_len, heads[0], dim, dtype=q_dtype), pool, pool, paged, scale=0.1, k_scale=1.0, v_scale=1.0,
@@ -245,6 +247,7 @@ def mla_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
             max_q_len=q_len,
             max_seq_len=8192,
             captured=True,
+            one_query_each=q_len == 1,
         )
         q = empty(16 * q_len, heads, 576, dtype=torch.bfloat16)
         pool = empty(4096, page_size, 1, 576, dtype=kv_dtype)

@@ -96,6 +96,7 @@ def test_every_float8_value_is_read_as_it_is(kv_dtype: torch.dtype) -> None:
         max_q_len=1,
         max_seq_len=1,
         captured=False,
+        one_query_each=True,
     )
     q = torch.randn(16, 1, 16)
     out, _ = paged_attention(q, keys, every.view(16, 1, 1, 16), batch, scale=1.0, forced="triton")

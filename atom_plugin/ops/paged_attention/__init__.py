@@ -25,7 +25,8 @@ class PagedBatch:
     ``qo_indptr_B1``: int32 [requests + 1], cumulated query tokens. ``seq_lens_B``: int32 [requests], keys of each
     request **including** this step's new tokens, which are its last ones. ``max_q_len`` and ``max_seq_len``: bounds
     in tokens; for a captured batch they bound every later replay. ``captured``: the tensors are refilled in place
-    between runs, so nothing derived from their values may outlive one call.
+    between runs, so nothing derived from their values may outlive one call. ``one_query_each``: query b is the one of
+    request b, for every request, as in decode.
     """
 
     qo_indptr_B1: torch.Tensor
@@ -34,6 +35,7 @@ class PagedBatch:
     max_q_len: int
     max_seq_len: int
     captured: bool
+    one_query_each: bool
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: object, derive: Callable[[], Any]) -> Any:
@@ -111,17 +113,11 @@ def why_not_on_host(problem: PagedAttentionProblem, row: str) -> list[str]:
 
 
 def _why_not_triton(problem: PagedAttentionProblem) -> list[str]:
-    reasons = why_not_triton(problem.arch, "triton", problem.forced)
+    reasons = why_not_triton(problem.arch, "triton", problem.forced, (problem.q_dtype, problem.kv_dtype))
     if problem.q_dtype not in _FLOATS:
         reasons.append(f"queries of {problem.q_dtype}: takes float32, bfloat16, float16")
     if problem.kv_dtype not in KV_DTYPES:
         reasons.append(f"KV cache of {problem.kv_dtype}: takes float32, bfloat16, float16, float8_e4m3")
-    if problem.kv_dtype == torch.float8_e4m3fnuz and problem.arch.startswith("sm"):
-        reasons.append(f"float8_e4m3fnuz on {problem.arch}: it is the FP8 of gfx942, Triton has no conversion here")
-    if not device.is_accelerator(problem.arch) and torch.bfloat16 in (problem.q_dtype, problem.kv_dtype):
-        reasons.append("bfloat16 interpreted: Triton's interpreter rounds it towards zero; takes float32, float16")
-    if problem.arch == "sm80" and problem.kv_dtype == torch.float8_e4m3fn:
-        reasons.append("float8_e4m3fn on sm80: NVIDIA reads it from sm89 on")
     if problem.num_q_heads % problem.num_kv_heads:
         reasons.append(f"{problem.num_q_heads} query heads do not divide over {problem.num_kv_heads} KV heads")
     elif problem.num_q_heads // problem.num_kv_heads > MOST_GROUPED:
@@ -216,7 +212,7 @@ def paged_attention(
         raise ValueError("paged_attention: " + "; ".join(found))
     problem = PagedAttentionProblem(
         arch=device.arch(),
-        phase="decode" if batch.max_q_len == 1 else "extend",
+        phase="decode" if batch.one_query_each else "extend",
         captured=batch.captured,
         q_dtype=q_THD.dtype,
         kv_dtype=k_pages.dtype,

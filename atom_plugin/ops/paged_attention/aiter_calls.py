@@ -54,7 +54,7 @@ class UnifiedAttention:
             out=out_THD,
             cu_seqlens_q=batch.qo_indptr_B1,
             # main takes 1 for "row b is the query of request b"
-            max_seqlen_q=1 if _is_one_each(q_THD, batch) else max(2, batch.max_q_len),
+            max_seqlen_q=1 if batch.one_query_each else max(2, batch.max_q_len),
             seqused_k=batch.seq_lens_B,
             max_seqlen_k=batch.max_seq_len,
             softmax_scale=scale if is_float8 else scale * k_scale,
@@ -95,7 +95,7 @@ class PagedAttentionRagged:
         """See ``atom_plugin.ops.paged_attention.paged_attention``."""
         _check(q_THD, k_pages, v_pages, batch, return_lse)
         num_tokens, heads, dim = q_THD.shape
-        if batch.max_q_len > 1 or num_tokens != batch.seq_lens_B.shape[0] or window != NO_WINDOW or sinks_H is not None:
+        if not batch.one_query_each or num_tokens != batch.seq_lens_B.shape[0] or window != NO_WINDOW or sinks_H is not None:
             raise ValueError(
                 f"{num_tokens} queries of {batch.seq_lens_B.shape[0]} requests, up to {batch.max_q_len} each, window "
                 f"{window}, sinks {sinks_H is not None}: takes one query a request, no window and no sinks"
@@ -231,11 +231,6 @@ def _check(
         )
 
 
-def _is_one_each(q_THD: torch.Tensor, batch: PagedBatch) -> bool:
-    """Return whether row b is the one query of request b."""
-    return batch.max_q_len == 1 and q_THD.shape[0] == batch.seq_lens_B.shape[0]
-
-
 def _has_work(q_THD: torch.Tensor, batch: PagedBatch) -> bool:
     return min(q_THD.shape[0], batch.seq_lens_B.shape[0], batch.max_q_len, batch.max_seq_len) > 0
 
@@ -251,7 +246,7 @@ def _zero_blind(out_THD: torch.Tensor, batch: PagedBatch) -> None:
 
     Not in a decode batch: there each row is a request's, and sees at least its own key.
     """
-    if not _is_one_each(out_THD, batch):
+    if not batch.one_query_each:
         zero_blind(out_THD, batch.qo_indptr_B1, batch.seq_lens_B)
 
 

@@ -18,7 +18,7 @@ def problems_of(
     found = _shapes(q_THD, k_pages, v_pages, batch, sinks_H)
     if found or batch.captured:
         return found
-    return _indices(q_THD.shape[0], k_pages.shape[0], batch)
+    return index_problems(q_THD.shape[0], k_pages.shape[0], batch)
 
 
 def _shapes(
@@ -47,7 +47,7 @@ def _shapes(
     if page_size != batch.page_table.page_size:
         found.append(f"pages of {page_size} tokens, the page table says {batch.page_table.page_size}")
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages > 1 and x.stride(0) != page_size * x.stride(1):
+        if page_size > 1 and pages > 1 and x.stride(0) != page_size * x.stride(1):
             found.append(f"{name} has strides {x.stride()}: slots have to follow each other over pages")
     requests = batch.seq_lens_B.shape[0]
     if batch.qo_indptr_B1.shape[0] != requests + 1 or batch.page_table.pages_BP.shape[0] != requests:
@@ -55,8 +55,9 @@ def _shapes(
             f"{requests} lengths, {batch.qo_indptr_B1.shape[0]} bounds of queries and "
             f"{batch.page_table.pages_BP.shape[0]} rows of pages: takes n, n + 1, n"
         )
-    if sinks_H is not None and (sinks_H.shape != (num_heads,) or not sinks_H.is_floating_point()):
-        found.append(f"sinks of {sinks_H.dtype} {tuple(sinks_H.shape)}: takes one floating-point number a query head")
+    sinks = torch.zeros(num_heads) if sinks_H is None else sinks_H
+    if sinks.shape != (num_heads,) or not sinks.is_floating_point() or sinks.stride(0) != 1:
+        found.append(f"sinks of {sinks.dtype} {tuple(sinks.shape)}: takes one packed float a query head")
     places = {
         x.device for x in (q_THD, k_pages, v_pages, *(x for _, x, _ in tables), *([] if sinks_H is None else [sinks_H]))
     }
@@ -65,7 +66,8 @@ def _shapes(
     return found
 
 
-def _indices(num_tokens: int, num_pages: int, batch: PagedBatch) -> list[str]:
+def index_problems(num_tokens: int, num_pages: int, batch: PagedBatch) -> list[str]:
+    """Return what is wrong with the bounds, lengths and pages of a batch of ``num_tokens`` queries; reads them."""
     found: list[str] = []
     bounds, lengths = batch.qo_indptr_B1, batch.seq_lens_B
     pages_BP, page_size = batch.page_table.pages_BP, batch.page_table.page_size
@@ -76,6 +78,8 @@ def _indices(num_tokens: int, num_pages: int, batch: PagedBatch) -> list[str]:
         found.append(
             f"qo_indptr_B1 runs {bounds[:4].tolist()} ... {int(bounds[-1])}: has to rise from 0 to {num_tokens}"
         )
+    if batch.one_query_each and not (int(q_lens.min()) == int(q_lens.max()) == 1 and num_tokens == lengths.numel()):
+        found.append(f"one_query_each, and {num_tokens} queries of {lengths.numel()} requests are not one each")
     if int(q_lens.max()) > batch.max_q_len:
         found.append(f"a request of {int(q_lens.max())} queries, max_q_len is {batch.max_q_len}")
     longest = int(lengths.max())

@@ -180,8 +180,9 @@ def _blocked(
         out, lse = _blocked_queries(q_BnHD[:, queries], k_pages, v_pages, tile, queries, softmax)
         if softmax.sinks_H is not None:
             sinks_H = softmax.sinks_H.float()
-            out = out * torch.sigmoid(lse - sinks_H).unsqueeze(-1)  # the keys' share of a softmax with the sink
-            lse = torch.logaddexp(lse, sinks_H).masked_fill(lse == -torch.inf, -torch.inf)
+            blind = lse == -torch.inf
+            share = torch.sigmoid(lse - sinks_H).masked_fill(blind, 0)  # of the keys in a softmax with the sink
+            out, lse = out * share.unsqueeze(-1), torch.logaddexp(lse, sinks_H).masked_fill(blind, -torch.inf)
         outs.append(out.to(q_BnHD.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)

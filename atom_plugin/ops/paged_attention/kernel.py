@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from atom_plugin import device
+from atom_plugin.ops.indices import slot_stride
 from atom_plugin.ops.paged_attention import NO_WINDOW, PagedBatch
 from atom_plugin.ops.paged_attention.launch_shape import dot_dtype, shape_for, splits_for
 
@@ -312,8 +313,8 @@ def paged_attention(
     kv_heads, v_dim = k_pages.shape[2], v_pages.shape[3]
     out_THD = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THD.dtype, device=q_THD.device)
     lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device) if return_lse else None
-    if num_tokens == 0:
-        return out_THD, lse_TH
+    if num_tokens == 0 or batch.seq_lens_B.shape[0] == 0:
+        return out_THD.zero_(), None if lse_TH is None else lse_TH.fill_(-torch.inf)
     if not scale * k_scale > 0:
         raise ValueError(f"paged_attention: scale {scale} times k_scale {k_scale} has to be positive")
     group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
@@ -350,9 +351,9 @@ def paged_attention(
         num_tokens,
         q_THD.stride(0),
         q_THD.stride(1),
-        k_pages.stride(1),
+        slot_stride(k_pages),
         k_pages.stride(2),
-        v_pages.stride(1),
+        slot_stride(v_pages),
         v_pages.stride(2),
         batch.page_table.pages_BP.stride(0),
         scale * k_scale / logit_cap if logit_cap > 0 else scale * k_scale,
@@ -363,8 +364,8 @@ def paged_attention(
         HEADS=num_heads,
         HEAD_DIM=k_pages.shape[3],
         V_DIM=v_pages.shape[3],
-        BLOCK_D=triton.next_power_of_2(k_pages.shape[3]),
-        BLOCK_V=triton.next_power_of_2(v_pages.shape[3]),
+        BLOCK_D=max(16, triton.next_power_of_2(k_pages.shape[3])),
+        BLOCK_V=max(16, triton.next_power_of_2(v_pages.shape[3])),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         PAGE_SIZE=batch.page_table.page_size,

@@ -32,7 +32,8 @@ def shape_for(arch: str, *, rows: int, head_dim: int, itemsize: int, float8: boo
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
     wide = head_dim > 128 or itemsize > 2
     if wide:
-        return Shape(block_m=min(block_m, 64), block_n=32, warps=4, stages=2, beside=1)
+        block_n = 16 if head_dim > 128 and itemsize > 2 else 32
+        return Shape(block_m=min(block_m, 64), block_n=block_n, warps=4, stages=2, beside=1)
     if not arch.startswith("sm"):  # 64 KB of LDS on gfx942
         return Shape(block_m=block_m, block_n=64, warps=4, stages=2, beside=2 if block_m < 64 else 1)
     if block_m >= 64:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.ops.indices import TokenSlots, slot_stride
 from atom_plugin.ops.qk_norm_rope_store_kv.arguments import check
 from atom_plugin.ops.store_kv.kernel import (
     FLOAT8_BIAS,
@@ -18,7 +18,6 @@ from atom_plugin.ops.store_kv.kernel import (
     load_rows,
     pool_memory,
     slot_of,
-    slot_stride,
     store_rows,
     token_and_head,
 )

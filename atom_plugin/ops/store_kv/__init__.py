@@ -56,12 +56,8 @@ def why_not_triton(
     arch: str, kv_dtype: torch.dtype, pool_dtype: torch.dtype, row: str, forced: str | None
 ) -> list[str]:
     """Return what keeps the Triton row called ``row`` from storing ``kv_dtype`` into a ``pool_dtype`` pool."""
-    reasons = triton_rows.why_not_triton(arch, row, forced) + _why_not_dtypes(kv_dtype, pool_dtype)
-    if pool_dtype == torch.float8_e4m3fnuz and arch not in ("gfx942", "cpu"):
-        reasons.append(f"KV cache of {pool_dtype} on {arch}: gfx942 alone reads that format")
-    if not device.is_accelerator(arch) and torch.bfloat16 in (kv_dtype, pool_dtype):
-        reasons.append("bfloat16 interpreted: Triton's interpreter rounds it towards zero; takes float32, float16")
-    return reasons
+    reasons = triton_rows.why_not_triton(arch, row, forced, (kv_dtype, pool_dtype))
+    return reasons + _why_not_dtypes(kv_dtype, pool_dtype)
 
 
 def _why_not_dtypes(kv_dtype: torch.dtype, pool_dtype: torch.dtype) -> list[str]:

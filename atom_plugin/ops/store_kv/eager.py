@@ -27,4 +27,4 @@ def _scatter(x_THD: torch.Tensor, pages: torch.Tensor, slots: TokenSlots, scale:
     stored_THD, pool_SHD = scaled.to(pages.dtype), pages.flatten(0, 1)
     if pages.dtype.itemsize == 1:  # index_copy has no float8
         stored_THD, pool_SHD = stored_THD.view(torch.uint8), pool_SHD.view(torch.uint8)
-    pool_SHD.index_copy_(0, slots.slots_T, stored_THD)
+    pool_SHD.index_copy_(0, slots.slots_T.to(torch.int64), stored_THD)

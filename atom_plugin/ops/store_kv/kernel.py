@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.ops.indices import TokenSlots, slot_stride
 from atom_plugin.ops.store_kv.arguments import check
 
 #: Exponent bias of a pool's float8 format, 0 for a pool of wider floats.
@@ -69,11 +69,6 @@ def store_kv(
 def pool_memory(pages: torch.Tensor) -> torch.Tensor:
     """Return ``pages`` as a kernel takes it: float8 as bytes, which every target and the interpreter can write."""
     return pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
-
-
-def slot_stride(pages: torch.Tensor) -> int:
-    """Return the elements from one slot of ``pages`` to the next; the stride of an axis of one entry says nothing."""
-    return pages.stride(0) if pages.shape[1] == 1 else pages.stride(1)
 
 
 def launch_shape(num_rows: int, block_dim: int) -> tuple[int, int]:
