@@ -44,6 +44,10 @@ MODULES: dict[str, dict[Version, str]] = {
     "get_mla_metadata_info_v1": {"wheel": _ATTENTION, "main": _ATTENTION},
     "get_mla_metadata_v1": {"wheel": _ATTENTION, "main": _ATTENTION},
     "mla_gluon": {"main": "aiter.ops.triton.gluon.mla_gluon"},
+    "decode_attention_fwd_grouped_rope": {
+        "wheel": "aiter.ops.triton.mla_decode_rope",
+        "main": "aiter.ops.triton.attention.mla_decode_rope",
+    },
 }
 
 _assumed: ContextVar[Version | None] = ContextVar("assumed AITER version", default=None)

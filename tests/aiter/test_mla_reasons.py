@@ -16,7 +16,7 @@ from atom_plugin.ops.mla_attention import TABLE, aiter
 from tests.aiter.conftest import Install
 from tests.aiter.test_reasons import BF16, FN, FNUZ, FP16, MLA, reasons_of
 
-DECODE, GLUON = "aiter_mla_decode_fwd", "aiter_mla_gluon"
+DECODE, GLUON, GROUPED = "aiter_mla_decode_fwd", "aiter_mla_gluon", "aiter_mla_decode_rope"
 #: A letter a query length of 1, 2, 4 and 8: D for aiter_mla_decode_fwd, T for our own Triton row.
 QUERIES = (1, 2, 4, 8)
 CELLS = {
@@ -59,10 +59,15 @@ def test_every_cell(arch: str, kv_dtype: torch.dtype, captured: bool, page_size:
         ({"return_lse": True, "kv_dtype": FNUZ}, "triton"),
         ({"return_lse": True, "num_heads": 32, "arch": "gfx950"}, DECODE),
         ({"equal_q_lens": False, "max_q_len": 4}, "triton"),
-        ({"q_dtype": FP16, "kv_dtype": FP16}, "triton"),
+        ({"q_dtype": FP16, "kv_dtype": FP16}, GROUPED),
+        ({"q_dtype": FP16, "kv_dtype": FP16, "max_q_len": 2}, "triton"),
+        ({"q_dtype": FP16, "kv_dtype": FP16, "captured": False}, "triton"),
+        ({"q_dtype": FP16, "kv_dtype": FP16, "return_lse": True}, "triton"),
+        ({"kv_lora_rank": 256, "rope_dim": 32}, GROUPED),
         ({"kv_lora_rank": 512, "rope_dim": 0}, "triton"),
         ({"max_q_len": 4096, "captured": False}, "triton"),
-        ({"num_heads": 144}, "triton"),
+        ({"num_heads": 144}, GROUPED),
+        ({"num_heads": 144, "kv_dtype": FNUZ}, "triton"),
     ],
 )
 def test_cells_beside_them(changes: dict[str, Any], row: str) -> None:
@@ -125,6 +130,21 @@ AS_32 = "32 heads, run as 32, on gfx942 with a cache of torch.bfloat16"
         (GLUON, {"arch": "gfx950", "return_lse": True, "max_q_len": 3},
          "lse of 3 queries a request: returns it for one"),
         (GLUON, {"arch": "sm90"}, "runs on gfx942 and gfx950, this is sm90"),
+        (GROUPED, {"max_q_len": 2}, "takes one query of each request, and none of no request"),
+        (GROUPED, {"equal_q_lens": False}, "takes one query of each request, and none of no request"),
+        (GROUPED, {"captured": False}, "not captured: AITER builds it anew for each number of requests"),
+        (GROUPED, {"kv_dtype": FNUZ},
+         "queries of torch.bfloat16, KV cache of torch.float8_e4m3fnuz: takes bfloat16 or float16 of both"),
+        (GROUPED, {"q_dtype": torch.float32, "kv_dtype": torch.float32},
+         "queries of torch.float32, KV cache of torch.float32: takes bfloat16 or float16 of both"),
+        (GROUPED, {"rope_dim": 0}, "latent rows of 512 + 0: takes powers of two, 16 to 512 and 16 to 64"),
+        (GROUPED, {"kv_lora_rank": 384}, "latent rows of 384 + 64: takes powers of two, 16 to 512 and 16 to 64"),
+        (GROUPED, {"pool_bytes": (1 << 32) + 1},
+         "a pool of 4294967297 bytes: takes up to 2147483648 numbers, it counts in 32 bits"),
+        (GROUPED, {"return_lse": True}, "returns no lse"),
+        (GROUPED, {"arch": "sm90"}, "runs on gfx942 and gfx950, this is sm90"),
+        (GROUPED, {"arch": "cpu"},
+         "runs on gfx942 and gfx950; on cpu only with TRITON_INTERPRET=1, and forced by name"),
     ],
 )  # fmt: skip
 def test_every_reason(row: str, changes: dict[str, Any], reason: str) -> None:
@@ -140,10 +160,13 @@ def test_the_wheel_is_refused_by_the_parameters_that_it_lacks(install: Install) 
     reasons = {
         DECODE: [f"AITER wheel's mla_decode_fwd has no parameter {name}" for name in lacks],
         GLUON: ["AITER wheel has no mla_gluon"],
+        GROUPED: [],
     }
     for row, expected in reasons.items():
         with aiter_lib.assume("wheel"):
             assert reasons_of(TABLE, row, cell(arch="gfx950")) == expected
+        with aiter_lib.assume("wheel"):
+            assert TABLE.choose(cell()).name == GROUPED and TABLE.choose(cell(captured=False)).name == "triton"
     install("wheel", arch="gfx950")
     assert reasons_of(TABLE, DECODE, cell(arch="gfx950")) == reasons[DECODE]
 

@@ -1,9 +1,8 @@
 """AITER rows of absorbed MLA: what each function takes; the calls are in aiter_calls.py.
 
-Left out: ``aiter.ops.triton.attention.mla_decode`` (it reads our layout, but counts pool rows in 32 bits, silently
-wrong past 2**31 / 576 slots, and reads each row once a head on AMD), ``aiter.ops.triton.attention.mla`` (whole pages
-of 16 and more, held in registers by two warps: what our own row does better), the wheel's ``mla_decode_rope`` (it
-rotates inside, and our queries and keys are rotated already) and FP8 queries (they round what the op promises).
+Left out: ``aiter.ops.triton.attention.mla_decode`` (it reads our layout, but each row of the pool once a head on AMD),
+``aiter.ops.triton.attention.mla`` (a tile is a whole page of 16 keys or more: compiled for both chips it spills
+registers with pages of 64 and with more than 16 heads) and FP8 queries (they round what the op promises).
 Nothing here was run on an AMD GPU: the limits were read from AITER's source, from the kernels that it ships
 (hsa/*/mla/mla_asm.csv) and from reports; where these leave a doubt the row refuses, as AITER aborts the process.
 """
@@ -19,18 +18,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_plugin import aiter_lib
+from atom_plugin import aiter_lib, device
 from atom_plugin.dispatch import Kernel, Tolerance
 from atom_plugin.ops.aiter_rows import FLOAT8_OF_ARCH, why_not_aiter
 
 if TYPE_CHECKING:  # the package's __init__ imports this module
     from atom_plugin.ops.mla_attention import MlaAttention, MlaAttentionProblem
 
-DECODE, GLUON = "aiter_mla_decode_fwd", "aiter_mla_gluon"
+DECODE, GLUON, GROUPED = "aiter_mla_decode_fwd", "aiter_mla_gluon", "aiter_mla_decode_rope"
 LATENT, ROPE = 512, 64
 MOST_GLUON_QUERIES = 8
 _TILE = 16  # heads of a kernel come in tiles of as many
 _4_GIB = 1 << 32
+_2_GI = 1 << 31
 
 DECODE_PASSED = (
     "q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q", "page_size",
@@ -48,6 +48,10 @@ METADATA_PASSED = (
 GLUON_PASSED = (
     "q_nope", "q_pe", "kv_c", "o", "page_table", "seq_info", "sm_scale", "kv_pe_offset", "use_2d_view", "kv_scale",
     "min_kv_seq_len", "return_lse",
+)  # fmt: skip
+GROUPED_PASSED = (
+    "q", "k_buffer", "v_buffer", "o", "kv_indptr", "kv_indices", "k_pe_tokens", "kv_lora_rank", "rotary_dim",
+    "cos_sin_cache", "positions", "attn_logits", "num_kv_splits", "sm_scale", "use_rope",
 )  # fmt: skip
 
 
@@ -182,11 +186,50 @@ def _load_gluon() -> MlaAttention:
     return MlaGluon(aiter_lib.load("mla_gluon"))
 
 
-# Probabilities are rounded to bfloat16 before they weight the values, and mla_gluon's splits before they are merged.
+def _why_not_grouped(problem: MlaAttentionProblem) -> list[str]:
+    function = "decode_attention_fwd_grouped_rope"
+    reasons = why_not_aiter(problem.arch, GROUPED, problem.forced, function, GROUPED_PASSED, in_triton=True)
+    if problem.max_q_len != 1 or not problem.equal_q_lens:
+        reasons.append("takes one query of each request, and none of no request")
+    if device.is_accelerator(problem.arch) and not problem.captured:
+        reasons.append("not captured: AITER builds it anew for each number of requests")
+    dtypes = [torch.bfloat16, torch.float16, *([] if device.is_accelerator(problem.arch) else [torch.float32])]
+    if problem.q_dtype not in dtypes or problem.kv_dtype != problem.q_dtype:
+        reasons.append(
+            f"queries of {problem.q_dtype}, KV cache of {problem.kv_dtype}: takes bfloat16 or float16 of both"
+        )
+    rank, rope = problem.kv_lora_rank, problem.rope_dim
+    if not _is_power(rank, 16, 512) or not _is_power(rope, 16, 64):
+        reasons.append(f"latent rows of {rank} + {rope}: takes powers of two, 16 to 512 and 16 to 64")
+    if problem.pool_bytes > _2_GI * problem.kv_dtype.itemsize:
+        reasons.append(f"a pool of {problem.pool_bytes} bytes: takes up to {_2_GI} numbers, it counts in 32 bits")
+    if problem.return_lse:
+        reasons.append("returns no lse")
+    return reasons
+
+
+def _is_power(size: int, least: int, most: int) -> bool:
+    return least <= size <= most and size & (size - 1) == 0
+
+
+def _load_grouped() -> MlaAttention:
+    from atom_plugin.ops.mla_attention.aiter_calls import MlaGrouped
+
+    return MlaGrouped(aiter_lib.load("decode_attention_fwd_grouped_rope"))
+
+
+# Probabilities are rounded to the dtype of the values before they weight them, and mla_gluon's splits before they are
+# merged.
 _TOLERANCE = {torch.bfloat16: Tolerance(rtol=1.6e-2, atol=1e-2)}
+_GROUPED_TOLERANCE = {
+    torch.float32: Tolerance(rtol=1e-5, atol=1e-5),
+    torch.float16: Tolerance(rtol=2e-3, atol=2e-3),
+    **_TOLERANCE,
+}
 
 #: Best first.
 ROWS: list[Kernel[MlaAttentionProblem]] = [
     Kernel(DECODE, _why_not_decode, _load_decode, _TOLERANCE),
     Kernel(GLUON, _why_not_gluon, _load_gluon, _TOLERANCE),
+    Kernel(GROUPED, _why_not_grouped, _load_grouped, _GROUPED_TOLERANCE),
 ]

@@ -21,6 +21,7 @@ from atom_plugin.ops.ragged.kernel import pack_slots, zero_blind
 
 _GRANULARITY = 16  # keys: AITER cuts requests at multiples of it
 _MOST_SPLITS = 16
+_HEADS_OF_A_PROGRAM = 16  # of decode_attention_fwd_grouped_rope
 _2_GIB = 1 << 31
 
 
@@ -207,6 +208,64 @@ class MlaGluon:
             return_lse=return_lse,
         )
         return _finished(out_THC, batch, kv_scale), lse_BnH.flatten(0, 1) if return_lse else None
+
+
+class MlaGrouped:
+    """Triton, decode. The function can rotate queries and keys first, which ours are already."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        kv_pages: torch.Tensor,
+        batch: PagedBatch,
+        *,
+        kv_lora_rank: int,
+        scale: float,
+        kv_scale: float,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``atom_plugin.ops.mla_attention.mla_attention``."""
+        check(q_THD, kv_pages, batch, kv_lora_rank)
+        num_tokens, heads, dim = q_THD.shape
+        if num_tokens != batch.seq_lens_B.shape[0] or batch.max_q_len != 1 or return_lse:
+            raise ValueError(
+                f"{num_tokens} queries of {batch.seq_lens_B.shape[0]} requests, up to {batch.max_q_len} each, lse "
+                f"{return_lse}: takes one query of each request and returns no lse"
+            )
+        slots = _slots(batch)
+        programs = num_tokens * -(-heads // _HEADS_OF_A_PROGRAM)
+        splits = _power_up_to(min(_MOST_SPLITS, max(1, device.num_multiprocessors() // programs)))
+        rows_S1D = kv_pages.view(-1, 1, dim)
+        out_THC = q_THD.new_empty(num_tokens, heads, kv_lora_rank)
+        self._function(
+            q=q_THD,
+            k_buffer=rows_S1D,
+            v_buffer=rows_S1D[..., :kv_lora_rank],
+            o=out_THC,
+            kv_indptr=slots.indptr_B1,
+            kv_indices=slots.slots_N,
+            k_pe_tokens=None,
+            kv_lora_rank=kv_lora_rank,
+            rotary_dim=dim - kv_lora_rank,
+            cos_sin_cache=None,
+            positions=None,
+            # a split's output and, after it, its lse
+            attn_logits=torch.empty(
+                num_tokens, heads, splits, kv_lora_rank + 1, dtype=torch.float32, device=q_THD.device
+            ),
+            num_kv_splits=splits,
+            sm_scale=scale * kv_scale,
+            use_rope=False,
+        )
+        return _finished(out_THC, batch, kv_scale), None
+
+
+def _power_up_to(number: int) -> int:
+    """Return the largest power of two that is at most ``number``: each split count is a build."""
+    return 1 << (number.bit_length() - 1)
 
 
 def _check(q_THD: torch.Tensor, kv_pages: torch.Tensor, batch: PagedBatch, kv_lora_rank: int) -> None:
