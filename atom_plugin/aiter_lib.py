@@ -25,6 +25,7 @@ VERSIONS: tuple[Version, ...] = ("wheel", "main")
 
 _ATTENTION, _MHA, _CACHE = "aiter.ops.attention", "aiter.ops.mha", "aiter.ops.cache"
 _FUSED = "aiter.ops.fused_qk_norm_rope_cache_quant"
+_MLA = "aiter.mla"
 #: The modules that define what we call; a function that a version lacks has none.
 MODULES: dict[str, dict[Version, str]] = {
     "unified_attention": {
@@ -38,6 +39,14 @@ MODULES: dict[str, dict[Version, str]] = {
     "fused_qk_rope_reshape_and_cache": {
         "wheel": "aiter.ops.triton.fused_kv_cache",
         "main": "aiter.ops.triton.fusions.fused_kv_cache",
+    },
+    "mla_decode_fwd": {"wheel": _MLA, "main": _MLA},
+    "get_mla_metadata_info_v1": {"wheel": _ATTENTION, "main": _ATTENTION},
+    "get_mla_metadata_v1": {"wheel": _ATTENTION, "main": _ATTENTION},
+    "mla_gluon": {"main": "aiter.ops.triton.gluon.mla_gluon"},
+    "decode_attention_fwd_grouped_rope": {
+        "wheel": "aiter.ops.triton.mla_decode_rope",
+        "main": "aiter.ops.triton.attention.mla_decode_rope",
     },
 }
 
@@ -60,6 +69,11 @@ def assume(version: Version) -> Iterator[None]:
 def version() -> Version | None:
     """Return which AITER is assumed or, where none is, installed; None without any."""
     return _assumed.get() or _installed_version()
+
+
+def is_assumed() -> bool:
+    """Return whether questions are answered for another machine: what is installed beside AITER says nothing then."""
+    return _assumed.get() is not None
 
 
 def _package() -> Path | None:

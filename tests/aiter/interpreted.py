@@ -19,6 +19,8 @@ import torch
 
 from atom_plugin import aiter_lib
 from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.ops.mla_attention import TABLE as MLA
+from atom_plugin.ops.mla_attention import mla_attention
 from atom_plugin.ops.paged_attention import TABLE as ATTENTION
 from atom_plugin.ops.paged_attention import PagedBatch, paged_attention
 from atom_plugin.ops.qk_norm_rope_store_kv import TABLE as NORM_ROPE_STORE
@@ -27,6 +29,7 @@ from tests.ops.batches import make_batch
 from tests.ops.poison import poison_empty
 
 UNIFIED, ROPE_CACHE = "aiter_unified_attention", "aiter_fused_qk_rope_reshape_and_cache"
+MLA_DECODE = "aiter_mla_decode_rope"
 STALE = 1e4  # where no key was stored: AITER reads a last page to its end, so that it may be anything finite
 FLOAT16, FLOAT32 = torch.float16, torch.float32
 
@@ -195,7 +198,45 @@ def rope_cache() -> None:
             assert torch.equal(qkv, given), "the arguments keep their values"
 
 
-GROUPS = {group.__name__: group for group in (decode, split, extend, float8, captured, empty, rope_cache)}
+def _assert_mla(heads: int, seq_lens: list[int], dtype: torch.dtype, *, rank: int = 32, **how: Any) -> None:
+    """Assert the same of MLA: slot 0 and what holds no key are NaN, and the queries are a slice."""
+    page_size = how.pop("page_size", 1)
+    pages, _, batch = make_batch([1] * len(seq_lens), seq_lens, page_size=page_size, kv_heads=1, dim=rank + 16)
+    q = torch.randn(len(seq_lens), heads, rank + 24)[..., : rank + 16].to(dtype)
+    _assert_mla_equal(q, pages.to(dtype), batch, kv_lora_rank=rank, scale=(rank + 16) ** -0.5, **how)
+
+
+def _assert_mla_equal(q: torch.Tensor, pages: torch.Tensor, batch: PagedBatch, **how: Any) -> None:
+    (row,) = [kernel for kernel in MLA.kernels if kernel.name == MLA_DECODE]
+    out, _ = mla_attention(q, pages, batch, forced=MLA_DECODE, **how)
+    expected, _ = mla_attention(q, pages, batch, forced="reference", **how)
+    tolerance = row.tolerance[q.dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+def mla_decode() -> None:
+    """MLA without AITER's own rotation: every head count up to 16, then 24 to 128; pages of 1 and 16; a scale."""
+    for heads in (*range(1, 17), 24, 32, 64, 128):
+        _assert_mla(heads, [1, 37], FLOAT32, page_size=1 if heads % 2 else 16)
+    _assert_mla(12, [40, 33, 1], FLOAT16, kv_scale=0.5)
+    _assert_mla(16, [300, 1], FLOAT32, rank=512)
+
+
+def mla_captured() -> None:
+    """A captured batch whose tensors are refilled."""
+    pages, _, batch = make_batch([1, 1], [40, 33], page_size=16, kv_heads=1, dim=48, captured=True)
+    pages, q = pages.to(FLOAT32), torch.randn(2, 12, 48)
+    _assert_mla_equal(q, pages, batch, kv_lora_rank=32, scale=0.2)
+    batch.seq_lens_B.copy_(torch.tensor([17, 1]))
+    batch.page_table.pages_BP[:, :2] = torch.tensor([[3, 1], [5, 4]])
+    pages[[1, 3, 4, 5]] = torch.randn(4, 16, 1, 48)
+    _assert_mla_equal(q, pages, batch, kv_lora_rank=32, scale=0.2)
+
+
+GROUPS = {
+    group.__name__: group
+    for group in (decode, split, extend, float8, captured, empty, rope_cache, mla_decode, mla_captured)
+}
 
 
 def main(folder: str, group: str) -> None:

@@ -7,6 +7,7 @@ version and the parameters are found as those of the real one are.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,12 @@ AHEAD = 256  # entries that batch prefill reads past the last page number
 CALLS: list[tuple[str, dict[str, Any]]] = []
 #: Function -> the keywords of its last call.
 PASSED: dict[str, set[str]] = {}
+
+
+class MlaVersion(enum.Enum):
+    """A default of AITER's parameters names it."""
+
+    V32 = 0
 
 
 class Refused(Exception):
@@ -45,7 +52,7 @@ def write_package(folder: Path, version: aiter_lib.Version, changes: dict[str, l
         parameters = (changes or {}).get(function, aiter_lib.signatures(version)[path])
         file = folder.joinpath(*modules[version].split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
-        body = "from tests.aiter import stand_in\n"
+        body = "from tests.aiter import stand_in\nfrom tests.aiter.stand_in import MlaVersion\n"
         if parameters is not None:
             body += f"@stand_in.by_keyword\ndef {function}({', '.join(parameters)}):\n"
             body += f"    return stand_in.call({function!r}, locals())\n"
@@ -67,6 +74,10 @@ def by_keyword(function: Callable[..., Any]) -> Callable[..., Any]:
 def call(function: str, arguments: dict[str, Any]) -> Any:
     """Check the arguments of ``function`` and compute what it returns."""
     CALLS.append((function, arguments))
+    if "mla" in function:
+        from tests.aiter import mla_stand_in  # which imports this module
+
+        return mla_stand_in.functions()[function](**arguments)
     return {
         "paged_attention_ragged": paged_attention_ragged,
         "mha_batch_prefill_func": mha_batch_prefill_func,

@@ -12,7 +12,8 @@ import torch
 
 from atom_plugin import aiter_lib
 from atom_plugin.dispatch import NoKernelError
-from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
+from atom_plugin.ops import mla_attention, paged_attention, qk_norm_rope_store_kv, store_kv
+from atom_plugin.ops.mla_attention import MlaAttentionProblem
 from atom_plugin.ops.paged_attention import NO_WINDOW, PagedAttentionProblem
 from atom_plugin.ops.qk_norm_rope_store_kv import QKNormRopeStoreKVProblem
 from atom_plugin.ops.store_kv import StoreKVProblem
@@ -186,12 +187,19 @@ def test_every_reason_of_the_writers(table: Any, row: str, problem: Any, changes
         assert reasons_of(table, row, dataclasses.replace(problem, **changes)) == [reason]
 
 
+#: Kimi-K2 on one of eight MI300X, decode, SGLang's page size of 1.
+MLA = MlaAttentionProblem(
+    arch="gfx942", phase="decode", captured=True, q_dtype=BF16, kv_dtype=BF16, num_heads=8, kv_lora_rank=512,
+    rope_dim=64, page_size=1, max_q_len=1, equal_q_lens=True, pool_bytes=1 << 30, return_lse=False,
+)  # fmt: skip
+
 ALL_ROWS = [
     (table, kernel.name, problem)
     for table, problem in (
         (paged_attention.TABLE, DECODE),
         (store_kv.TABLE, STORE),
         (qk_norm_rope_store_kv.TABLE, NORMED),
+        (mla_attention.TABLE, MLA),
     )
     for kernel in table.kernels
     if kernel.name.startswith("aiter_")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ops.ragged import assert_packed, random_table, zeroed
+from tests.ops.ragged import assert_packed, assert_slots, random_table, zeroed
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +37,25 @@ def test_a_captured_pack_replays_with_other_lengths() -> None:
             tensor.fill_(2**31 - 1)
         graph.replay()
         assert_packed(ragged, now, table, TAIL)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_captured_slots_replay_with_other_lengths(page_size: int) -> None:
+    from atom_plugin.ops.ragged.kernel import TAIL, pack_slots
+
+    seq_lens_B, table = random_table([3000] * 6, page_size)
+    on_host, lengths = table, seq_lens_B.cuda()
+    table = dataclasses.replace(table, pages_BP=table.pages_BP.cuda())
+    pack_slots(lengths, table, 3000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ragged = pack_slots(lengths, table, 3000)
+    for now in ([3000] * 6, [1, 17, 3000, 64, 0, 1], [1] * 6):
+        lengths.copy_(torch.tensor(now))
+        for tensor in (ragged.indptr_B1, ragged.slots_N, ragged.ones_B):
+            tensor.fill_(2**31 - 1)
+        graph.replay()
+        assert_slots(ragged, now, on_host, TAIL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

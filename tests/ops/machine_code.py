@@ -272,7 +272,10 @@ def ragged_calls() -> dict[str, Callable[[], object]]:
     lens = empty(64, dtype=torch.int32)
     table = PageTable(pages_BP=empty(64, 2048, dtype=torch.int32), page_size=16)
     out, bounds = empty(64, 32, 128, dtype=torch.bfloat16), empty(65, dtype=torch.int32)
-    return {"64 requests": lambda: (kernel.pack(lens, table), kernel.zero_blind(out, bounds, lens))}
+    return {
+        "64 requests": lambda: (kernel.pack(lens, table), kernel.zero_blind(out, bounds, lens)),
+        "64 requests, slots": lambda: kernel.pack_slots(lens, table, 4096),
+    }
 
 
 def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom_plugin.ops.indices import PageTable
-from atom_plugin.ops.ragged import RaggedPages
+from atom_plugin.ops.ragged import RaggedPages, RaggedSlots
 
 
 def random_table(seq_lens: list[int], page_size: int, spare: int = 3) -> tuple[torch.Tensor, PageTable]:
@@ -39,3 +39,14 @@ def zeroed(out: torch.Tensor, q_lens: list[int], seq_lens: list[int]) -> torch.T
         token += q_len
     expected[token:] = 0
     return expected
+
+
+def assert_slots(ragged: RaggedSlots, seq_lens: list[int], table: PageTable, tail: int) -> None:
+    """Assert bounds, the slot of each key, and ``tail`` entries of slot 0 after the last key."""
+    size, total = table.page_size, sum(seq_lens)
+    assert ragged.indptr_B1.tolist() == [0, *torch.tensor(seq_lens).cumsum(0).tolist()]
+    pages = table.pages_BP.tolist()
+    expected = [pages[b][at // size] * size + at % size for b, length in enumerate(seq_lens) for at in range(length)]
+    assert ragged.slots_N[:total].tolist() == expected
+    assert ragged.slots_N[total : total + tail].tolist() == [0] * tail
+    assert ragged.ones_B.tolist() == [1] * len(seq_lens)

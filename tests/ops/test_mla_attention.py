@@ -227,6 +227,8 @@ PROBLEM = MlaAttentionProblem(
     rope_dim=64,
     page_size=1,
     max_q_len=1,
+    equal_q_lens=True,
+    pool_bytes=0,
     return_lse=False,
 )
 #: The call that crashed others: q bf16, KV fp8, 12 heads padded to 16, query length 8.

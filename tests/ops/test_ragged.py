@@ -10,7 +10,7 @@ import torch
 
 from atom_plugin.ops.indices import PageTable
 from tests.ops.interpreted import triton_interpreter  # noqa: F401 - a fixture
-from tests.ops.ragged import assert_packed, random_table, zeroed
+from tests.ops.ragged import assert_packed, assert_slots, random_table, zeroed
 
 
 @pytest.fixture
@@ -28,6 +28,20 @@ def test_pages_of_all_requests_follow_each_other(
     monkeypatch.setattr(kernel, "_BLOCK", block)
     seq_lens_B, table = random_table(seq_lens, page_size)
     assert_packed(kernel.pack(seq_lens_B, table), seq_lens, table, kernel.TAIL)
+
+
+@pytest.mark.parametrize("block", [16, 1024], ids=["many blocks", "one block"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("seq_lens", [[1], [40, 33, 1, 0, 16], [0, 0], [900, 1, 1025]])
+def test_slots_of_all_requests_follow_each_other(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch, page_size: int, seq_lens: list[int], block: int
+) -> None:
+    """In memory for the bound alone, whatever the table has room for."""
+    monkeypatch.setattr(kernel, "_BLOCK", block)
+    seq_lens_B, table = random_table(seq_lens, page_size)
+    ragged = kernel.pack_slots(seq_lens_B, table, max(seq_lens))
+    assert_slots(ragged, seq_lens, table, kernel.TAIL)
+    assert ragged.slots_N.shape[0] == len(seq_lens) * max(seq_lens) + kernel.TAIL
 
 
 @pytest.mark.parametrize(

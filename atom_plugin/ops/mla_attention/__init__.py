@@ -9,6 +9,7 @@ import torch
 
 from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
+from atom_plugin.ops.mla_attention.aiter import ROWS as AITER_ROWS
 from atom_plugin.ops.paged_attention import KV_DTYPES, PagedBatch
 from atom_plugin.ops.triton_rows import why_not_triton
 
@@ -20,7 +21,8 @@ class MlaAttentionProblem:
     """What a row has to know to say whether it can run; one per layer kind and mode.
 
     ``num_heads``: query heads of this rank. ``max_q_len``: most query tokens of one request, in a captured batch of
-    any replay. ``forced``: the row that a person asked for by name.
+    any replay. ``equal_q_lens``: each request has that many, and no token is without a request. ``pool_bytes``: of one
+    layer's pool, 0 where it is not known yet. ``forced``: the row that a person asked for by name.
     """
 
     arch: str
@@ -33,6 +35,8 @@ class MlaAttentionProblem:
     rope_dim: int
     page_size: int
     max_q_len: int
+    equal_q_lens: bool
+    pool_bytes: int
     return_lse: bool
     forced: str | None = None
 
@@ -123,6 +127,7 @@ _TOLERANCE = {
 TABLE: Table[MlaAttentionProblem] = Table(
     "mla_attention",
     [
+        *AITER_ROWS,
         Kernel("triton", _why_not_triton, _load_triton, _TOLERANCE),
         Kernel("eager", _why_not_eager, _load_eager, _TOLERANCE),
         Kernel("reference", _why_not_reference, _load_reference, _TOLERANCE),
@@ -144,14 +149,15 @@ def mla_attention(
     """Attend each query to the latent rows of its own request up to its own position, and return ``(out, lse)``.
 
     ``q_THD``: [tokens, query heads, kv_lora_rank + rope dim], the part that met W_UK, then the rotated part.
-    ``kv_pages``: [pages, page size, 1, kv_lora_rank + rope dim], the pool's own memory, only read; a row is a key as
-    it is, and its first ``kv_lora_rank`` columns are the value. Scores are ``scale * kv_scale * q.k``, then softmax;
+    ``kv_pages``: [pages, page size, 1, kv_lora_rank + rope dim], the pool's own memory, only read, but that AITER's
+    rows put 0 for what is no finite number in slot 0, SGLang's dump; a row is a key as it is, and its first
+    ``kv_lora_rank`` columns are the value. Scores are ``scale * kv_scale * q.k``, then softmax;
     values count ``kv_scale`` times. ``out``: [tokens, query heads, kv_lora_rank] in the dtype of q; a query that sees
     no key gets zeros. ``lse``: float32 [tokens, query heads], natural log of the sum of exponentials of the scores,
     -inf where no key is seen; None unless ``return_lse``. Raises ValueError for tensors that do not fit together and
     NoKernelError when no row can run this.
     """
-    _check(q_THD, kv_pages, batch, kv_lora_rank)
+    check(q_THD, kv_pages, batch, kv_lora_rank)
     problem = MlaAttentionProblem(
         arch=device.arch(),
         phase="decode" if batch.max_q_len == 1 else "extend",
@@ -163,6 +169,8 @@ def mla_attention(
         rope_dim=q_THD.shape[2] - kv_lora_rank,
         page_size=batch.page_table.page_size,
         max_q_len=batch.max_q_len,
+        equal_q_lens=q_THD.shape[0] == batch.seq_lens_B.shape[0] * batch.max_q_len,
+        pool_bytes=kv_pages.numel() * kv_pages.element_size(),
         return_lse=return_lse,
         forced=forced,
     )
@@ -174,7 +182,7 @@ def mla_attention(
     return row(q_THD, kv_pages, batch, kv_lora_rank=kv_lora_rank, scale=scale, kv_scale=kv_scale, return_lse=return_lse)
 
 
-def _check(q_THD: torch.Tensor, kv_pages: torch.Tensor, batch: PagedBatch, kv_lora_rank: int) -> None:
+def check(q_THD: torch.Tensor, kv_pages: torch.Tensor, batch: PagedBatch, kv_lora_rank: int) -> None:
     """Raise ValueError unless the tensors fit together; nothing on the device is read."""
     pages_BP, page_size = batch.page_table.pages_BP, batch.page_table.page_size
     q_shape, kv_shape = tuple(q_THD.shape), tuple(kv_pages.shape)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from atom_plugin.ops.indices import PageTable
-from atom_plugin.ops.ragged import RaggedPages
+from atom_plugin.ops.ragged import RaggedPages, RaggedSlots
 
 #: Entries that name a page after the last request's: AITER's batch prefill reads up to 256 ahead.
 TAIL = 256
@@ -28,36 +28,40 @@ def _pack(
     last_lens_ptr,
     num_requests,
     PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Pack in units of UNIT tokens: PAGE_SIZE of them give pages, 1 gives slots."""
     request = tl.program_id(0)
     part = tl.program_id(1)
     step = tl.num_programs(1) * BLOCK
     places = tl.arange(0, BLOCK)
 
-    pages_before = tl.zeros([BLOCK], dtype=tl.int32)
+    units_before = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, request, BLOCK):
         others = first + places
         lens = tl.load(seq_lens_ptr + others, mask=others < request, other=0)
-        pages_before += (lens + PAGE_SIZE - 1) // PAGE_SIZE
-    begin = tl.sum(pages_before)
+        units_before += (lens + UNIT - 1) // UNIT
+    begin = tl.sum(units_before)
     seq_len = tl.load(seq_lens_ptr + request)
-    num_pages = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
+    num_units = (seq_len + UNIT - 1) // UNIT
     if part == 0:
         if request == 0:
             tl.store(indptr_ptr, 0)
-        tl.store(indptr_ptr + request + 1, begin + num_pages)
-        tl.store(last_lens_ptr + request, seq_len - (num_pages - 1) * PAGE_SIZE)
+        tl.store(indptr_ptr + request + 1, begin + num_units)
+        tl.store(last_lens_ptr + request, seq_len - (num_units - 1) * UNIT)
 
     source = pages_ptr + request.to(tl.int64) * pages_stride
     target = packed_ptr + begin.to(tl.int64)
-    for first in range(part * BLOCK, num_pages, step):
-        here = first + places < num_pages
-        tl.store(target + first + places, tl.load(source + first + places, mask=here), mask=here)
+    for first in range(part * BLOCK, num_units, step):
+        here = first + places < num_units
+        tokens = (first + places) * UNIT
+        pages = tl.load(source + tokens // PAGE_SIZE, mask=here)
+        tl.store(target + first + places, pages * (PAGE_SIZE // UNIT) + tokens % PAGE_SIZE // UNIT, mask=here)
     if request == num_requests - 1:
         for first in range(part * BLOCK, TAIL, step):
-            tl.store(target + num_pages + first + places, 0, mask=first + places < TAIL)
+            tl.store(target + num_units + first + places, 0, mask=first + places < TAIL)
 
 
 def pack(seq_lens_B: torch.Tensor, page_table: PageTable) -> RaggedPages:
@@ -66,6 +70,23 @@ def pack(seq_lens_B: torch.Tensor, page_table: PageTable) -> RaggedPages:
     ``seq_lens_B``: int32 [requests], keys of each request, at least one request. The memory is as large as the table
     whatever the lengths are, and no length is read on the host. Raises ValueError for another dtype or shape.
     """
+    packed = _packed(seq_lens_B, page_table, page_table.page_size, page_table.pages_BP.numel())
+    return RaggedPages(indptr_B1=packed[0], pages_N=packed[1], last_lens_B=packed[2])
+
+
+def pack_slots(seq_lens_B: torch.Tensor, page_table: PageTable, max_seq_len: int) -> RaggedSlots:
+    """Return the slots of the keys that ``page_table`` names, in new memory.
+
+    As ``pack``; the memory is for ``max_seq_len`` keys of each request, which has to bound every length.
+    """
+    packed = _packed(seq_lens_B, page_table, 1, seq_lens_B.shape[0] * max_seq_len)
+    return RaggedSlots(indptr_B1=packed[0], slots_N=packed[1], ones_B=packed[2])
+
+
+def _packed(
+    seq_lens_B: torch.Tensor, page_table: PageTable, unit: int, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (bounds, at most ``most`` units of ``unit`` tokens and TAIL zeros, tokens in each last unit)."""
     pages_BP = page_table.pages_BP
     requests = seq_lens_B.shape[0]
     if seq_lens_B.dtype != torch.int32 or pages_BP.dtype != torch.int32:
@@ -76,24 +97,23 @@ def pack(seq_lens_B: torch.Tensor, page_table: PageTable) -> RaggedPages:
             f"{tuple(pages_BP.shape)} and strides {pages_BP.stride()}: takes [requests] and [requests, pages], dense "
             f"along the last axis, for at least one request"
         )
-    ragged = RaggedPages(
-        indptr_B1=seq_lens_B.new_empty(requests + 1),
-        pages_N=seq_lens_B.new_empty(pages_BP.numel() + TAIL),
-        last_lens_B=seq_lens_B.new_empty(requests),
-    )
+    indptr_B1 = seq_lens_B.new_empty(requests + 1)
+    packed_N = seq_lens_B.new_empty(most + TAIL)
+    last_lens_B = seq_lens_B.new_empty(requests)
     _pack[(requests, _PARTS)](
         seq_lens_B,
         pages_BP,
         pages_BP.stride(0),
-        ragged.indptr_B1,
-        ragged.pages_N,
-        ragged.last_lens_B,
+        indptr_B1,
+        packed_N,
+        last_lens_B,
         requests,
         PAGE_SIZE=page_table.page_size,
+        UNIT=unit,
         TAIL=TAIL,
         BLOCK=_BLOCK,
     )
-    return ragged
+    return indptr_B1, packed_N, last_lens_B
 
 
 @triton.jit
