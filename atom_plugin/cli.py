@@ -7,6 +7,9 @@ import sys
 
 from atom_plugin import doctor
 
+ARCHS = ("gfx942", "gfx950", "sm90", "cpu")
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``atom-plugin`` with ``argv`` (default: the process's) and return its exit status."""
@@ -25,9 +28,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="folder of a checkpoint, or its config.json; weights are not needed")
-    command.add_argument("--arch", required=True, choices=["gfx942", "gfx950", "sm90", "cpu"], help="of the machine")
+    command.add_argument("--arch", required=True, choices=ARCHS, help="of the machine")
     command.add_argument("--tp", type=int, default=1, help="ranks that share the attention heads")
-    command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    command.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     command.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
     command.add_argument("--page-size", type=int, default=1, help="tokens")
     command.add_argument("--query-len", type=int, help="new tokens a request: 1 for decode; default: every mode")

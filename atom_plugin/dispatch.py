@@ -66,9 +66,10 @@ class Table(Generic[P]):
         asked = "" if forced is None else f" (forced: {forced})"
         raise NoKernelError(f"no kernel of {self.op}{asked} can run {problem}\n" + "\n".join(refusals))
 
-    def verdicts(self, problem: P) -> list[tuple[str, list[str]]]:
-        """Return (name, reasons against it) of every row, best first; the first without reasons is the chosen one."""
-        return [(kernel.name, kernel.why_not(problem)) for kernel in self.kernels]
+    def verdicts(self, problem: P, forced: str | None = None) -> list[tuple[str, list[str]]]:
+        """Return (name, reasons against it) of each row that ``choose`` asks, best first, past the chosen one too."""
+        rows = self.kernels if forced is None else (self._named(forced),)
+        return [(kernel.name, kernel.why_not(problem)) for kernel in rows]
 
     def _named(self, name: str) -> Kernel[P]:
         for kernel in self.kernels:

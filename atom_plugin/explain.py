@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,14 +12,10 @@ import torch
 from atom_plugin import aiter_lib
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, why_not_backend
-from atom_plugin.attention.qk_norm_rope import declared_by
-from atom_plugin.attention.tables import PHASES, AttendKey, LayerProblems
+from atom_plugin.attention.tables import AttendKey, LayerProblems, forced_rows, modes_of
 from atom_plugin.configs.load import Spec, load_spec
 from atom_plugin.dispatch import Table
-from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
 
-ARCHS = ("gfx942", "gfx950", "sm90", "cpu")
-AITER = (*aiter_lib.VERSIONS, "here")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -53,8 +48,8 @@ class Choice:
 def explain(spec: Spec, plan: Plan) -> list[Choice]:
     """Return the choice of every op and mode of the attention layers of ``spec``, which are alike in our models.
 
-    The problems and the tables are those of a launch; nothing is loaded. Raises ValueError for a plan that no launch
-    could have.
+    The modes, problems, tables and forced rows are those of a launch; nothing is loaded. Raises ValueError for a plan
+    that no launch could have.
     """
     problems = why_not_backend(kv_cache_dtype=plan.kv_cache_dtype, page_size=plan.page_size, use_mla=False)
     if problems:
@@ -67,8 +62,19 @@ def explain(spec: Spec, plan: Plan) -> list[Choice]:
         pool_dtype=pool_dtype_of(plan.kv_cache_dtype, q_dtype, fnuz=plan.arch == "gfx942"),
         page_size=plan.page_size,
     )
+    forced = forced_rows()
+    choices: dict[str, Choice] = {}
     with _assumed(plan.aiter):
-        return [_choice(mode, table, problem) for mode, table, problem in _modes(layer, plan.query_len)]
+        for captured in (False, True):
+            for mode, table, problem, key in modes_of(layer, captured=captured, has_sinks=False):
+                if not _is_left_out(key, plan.query_len):
+                    choices[mode] = _choice(mode, table, problem, forced.get(table.op))
+    return list(choices.values())
+
+
+def _is_left_out(key: AttendKey | None, query_len: int | None) -> bool:
+    """Return whether an attention mode is not that of ``query_len`` new tokens a request."""
+    return key is not None and query_len is not None and (query_len == 1) != (key.phase == "decode")
 
 
 def outline_of(spec: Spec, tp: int) -> LayerOutline:
@@ -92,23 +98,10 @@ def _assumed(version: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _modes(layer: LayerProblems, query_len: int | None) -> Iterator[tuple[str, Table[Any], Any]]:
-    constants = declared_by(layer.layer)
-    assert constants is not None
-    yield "norm, rope and store", qk_norm_rope_store_kv.TABLE, layer.norm_rope_store(constants)
-    yield "store alone", store_kv.TABLE, layer.store()
-    for phase in PHASES:
-        if query_len is None or (query_len == 1) == (phase == "decode"):
-            for captured in (False, True):
-                key = AttendKey(phase=phase, captured=captured, return_lse=False, has_sinks=False)
-                mode = f"{phase}{' in a graph' if captured else ''}"
-                yield mode, paged_attention.TABLE, layer.attend(key)
-
-
-def _choice(mode: str, table: Table[Any], problem: Any) -> Choice:
-    verdicts = table.verdicts(problem)
+def _choice(mode: str, table: Table[Any], problem: Any, forced: str | None) -> Choice:
+    verdicts = table.verdicts(replace(problem, forced=forced), forced)
     row = next((name for name, reasons in verdicts if not reasons), None)
-    return Choice(mode=f"{table.op}: {mode}", row=row, refused={name: reasons for name, reasons in verdicts if reasons})
+    return Choice(mode=mode, row=row, refused={name: reasons for name, reasons in verdicts if reasons})
 
 
 def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bool]:
@@ -125,7 +118,7 @@ def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bo
         f"{plan.dtype}, KV cache {plan.kv_cache_dtype}, pages of {plan.page_size}"
     ]
     for choice in choices:
-        lines.append(f"  {choice.mode:<46}{choice.row or 'NO ROW RUNS THIS'}")
+        lines.append(f"  {choice.mode:<38}{choice.row or 'NO ROW RUNS THIS'}")
         if why or choice.row is None:
             lines += [f"      not {name}: {reason}" for name, reasons in choice.refused.items() for reason in reasons]
     return "\n".join(lines), served

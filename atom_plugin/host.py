@@ -219,7 +219,7 @@ def is_plain_mha_pool(pool: Any) -> bool:
 
 
 def has_sinks(model: Any) -> bool:
-    """Return whether ``model`` hands attention sinks over: those of SGLang that do keep them in a parameter ``sinks``."""
+    """Return whether ``model`` hands attention sinks over: SGLang's models that do keep a parameter ``sinks``."""
     return any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
 
 

@@ -87,7 +87,7 @@ def _assert_attends(
     shape = {"page_size": 16, "kv_heads": 2, "dim": 32}
     shape.update({name: changes.pop(name) for name in shape if name in changes})
     kv_dtype = changes.pop("kv_dtype", dtype)
-    k, v, batch = make_batch(q_lens, seq_lens, v_dim=shape["dim"], **shape)
+    k, v, batch = make_batch(q_lens, seq_lens, v_dim=shape["dim"], orphans=orphans, **shape)
     k, v = (pages.nan_to_num(STALE if kv_dtype.itemsize > 1 else 100).to(kv_dtype) for pages in (k, v))
     q = torch.randn(sum(q_lens) + orphans, heads, shape["dim"]).to(dtype)
     _assert_equal(q, k, v, batch, scale=shape["dim"] ** -0.5, **changes)

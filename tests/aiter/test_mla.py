@@ -158,8 +158,8 @@ def test_slot_0_keeps_what_is_a_number(install: Install, interpreted_calls: None
 
 def test_no_tokens(install: Install) -> None:
     install("main")
-    q, kv_pages, batch = random_batch(12, [1], [5])
-    out, lse = mla_attention(q[:0], kv_pages, dataclasses.replace(batch, max_q_len=0), kv_lora_rank=512, scale=1.0)
+    q, kv_pages, batch = random_batch(12, [0], [5])
+    out, lse = mla_attention(q, kv_pages, batch, kv_lora_rank=512, scale=1.0)
     assert out.shape == (0, 12, 512) and lse is None and not stand_in.CALLS
 
 

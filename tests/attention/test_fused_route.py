@@ -128,7 +128,7 @@ def test_norm_rope_and_store_run_once_each(monkeypatch: pytest.MonkeyPatch, mode
     assert runs == ["fused"]
     runs.clear()
     world.run(backend, step)
-    assert runs == ["pool"]
+    assert runs == ["store"]
 
 
 def test_positions_are_narrowed_to_the_rows_of_q() -> None:

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from atom_plugin import device, host
 from atom_plugin.attention.kv_layout import KVScales, as_pages, is_fp8_kv, why_not_pool
 from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend, why_not_layer
+from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.dispatch import NoKernelError
 from tests.attention.world import Shape, World, make_layer
 
@@ -47,13 +48,22 @@ def test_every_launch_reason(flags: dict[str, Any], reason: str) -> None:
 def test_rows_are_asked_before_anything_is_built() -> None:
     """Some row runs the layer on a CPU and on a GPU; where none does, the message says why of each."""
     outline = LayerOutline(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64, fused=True)
-    launch: dict[str, Any] = {"q_dtype": torch.bfloat16, "pool_dtype": torch.bfloat16, "page_size": 1}
-    assert why_no_row(outline, arch="cpu", **launch) == []
-    assert why_no_row(outline, arch="gfx942", **launch) == []
+    how: dict[str, Any] = {"q_dtype": torch.bfloat16, "pool_dtype": torch.bfloat16, "page_size": 1}
+    for arch in ("cpu", "gfx942"):
+        assert why_no_row(LayerProblems(layer=outline, arch=arch, **how), captures=True) == []
     outline.tp_q_head_num = 34
-    (reason,) = why_no_row(outline, arch="gfx942", **launch)
-    assert "17 query heads a KV head: takes up to 16" in reason
-    assert "eager" in reason and "reference" in reason and "gfx942" in reason
+    reasons = why_no_row(LayerProblems(layer=outline, arch="gfx942", **how), captures=False)
+    assert len(reasons) == 2, "one for decode, one for extend"
+    assert "17 query heads a KV head: takes up to 16" in reasons[0]
+    assert "eager" in reasons[0] and "reference" in reasons[0] and "gfx942" in reasons[0]
+
+
+def test_rows_that_a_graph_cannot_hold_are_refused_with_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOM_PLUGIN_KERNELS", "paged_attention=eager")
+    outline = LayerOutline(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64, fused=True)
+    layer = LayerProblems(layer=outline, arch="sm90", q_dtype=torch.bfloat16, pool_dtype=torch.bfloat16, page_size=1)
+    assert why_no_row(layer, captures=False) == []
+    assert "reads lengths on the host" in why_no_row(layer, captures=True)[0]
 
 
 def test_launch_reasons_come_all_at_once() -> None:

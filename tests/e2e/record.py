@@ -40,6 +40,8 @@ def start(runner: Any, folder: Path) -> None:
 
     count(QKNormAttention, "norm_heads", "model_norm")
     count(type(pool), "set_kv_buffer", "pool_store")
+    for kernels in runner.attn_backend._kernels.values():
+        count(kernels, "store", "pool_store")
     rotary = runner.model.model.layers[0].self_attn.rotary_emb
     count(rotary, "forward", "model_rope")
     choose = LayerKernels.norm_rope_store

@@ -10,8 +10,9 @@ import torch
 
 from atom_plugin import cli
 from atom_plugin.attention.tables import LayerKernels
+from atom_plugin.cli import ARCHS
 from atom_plugin.configs import load_spec
-from atom_plugin.explain import ARCHS, Plan, explain, outline_of
+from atom_plugin.explain import Plan, explain, outline_of
 from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf_configs"
@@ -19,20 +20,20 @@ MOE, BIG = CONFIGS / "Qwen--Qwen3-30B-A3B.json", CONFIGS / "Qwen--Qwen3-235B-A22
 
 
 def rows(plan: Plan, model: Path = MOE) -> dict[str, str | None]:
-    return {choice.mode.split(": ")[1]: choice.row for choice in explain(load_spec(model), plan)}
+    return {choice.mode.removeprefix("paged_attention "): choice.row for choice in explain(load_spec(model), plan)}
 
 
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        (Plan(arch="cpu"), {"norm, rope and store": "eager", "decode": "eager", "extend in a graph": "eager"}),
-        (Plan(arch="sm90"), {"norm, rope and store": "triton", "decode in a graph": "triton", "extend": "triton"}),
+        (Plan(arch="cpu"), {"qk_norm_rope_store_kv": "eager", "decode": "eager", "extend in a graph": "eager"}),
+        (Plan(arch="sm90"), {"qk_norm_rope_store_kv": "triton", "decode in a graph": "triton", "extend": "triton"}),
         (
             Plan(arch="gfx942", page_size=16),
-            {"store alone": "aiter_reshape_and_cache_flash", "decode in a graph": "aiter_unified_attention"},
+            {"store_kv": "aiter_reshape_and_cache_flash", "decode in a graph": "aiter_unified_attention"},
         ),
         (Plan(arch="gfx942"), {"decode": "aiter_paged_attention_ragged", "extend": "aiter_mha_batch_prefill"}),
-        (Plan(arch="gfx942", aiter="here"), {"decode": "triton", "extend": "triton", "store alone": "triton"}),
+        (Plan(arch="gfx942", aiter="here"), {"decode": "triton", "extend": "triton", "store_kv": "triton"}),
         (Plan(arch="gfx942", dtype="float32"), {"decode": "triton", "extend": "triton"}),
     ],
     ids=["cpu", "sm90", "gfx942 pages of 16", "gfx942", "gfx942 without AITER", "gfx942 float32"],
@@ -47,23 +48,33 @@ def test_the_choice_is_that_of_a_launch() -> None:
     kernels = LayerKernels(
         outline_of(spec, 2), arch="cpu", q_dtype=torch.bfloat16, pool_dtype=torch.float8_e4m3fn, page_size=64
     )
-    kernels.resolve(captured=True)
+    kernels.resolve(captured=True, has_sinks=False)
     found = rows(Plan(arch="cpu", tp=2, kv_cache_dtype="fp8_e4m3", page_size=64))
-    assert kernels.rows["paged_attention captured decode"] == found["decode in a graph"]
-    assert kernels.rows["paged_attention captured extend"] == found["extend in a graph"]
-    assert kernels.rows["qk_norm_rope_store_kv"] == found["norm, rope and store"]
-    assert kernels.rows["store_kv"] == found["store alone"]
+    assert kernels.rows["paged_attention decode in a graph"] == found["decode in a graph"]
+    assert kernels.rows["paged_attention extend in a graph"] == found["extend in a graph"]
+    assert kernels.rows["qk_norm_rope_store_kv"] == found["qk_norm_rope_store_kv"]
+    assert kernels.rows["store_kv"] == found["store_kv"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_row_is_chosen_or_refused_with_a_reason(arch: str) -> None:
     for choice in explain(load_spec(BIG), Plan(arch=arch, tp=8, kv_cache_dtype="fp8_e4m3", page_size=16)):
         tables = (paged_attention.TABLE, qk_norm_rope_store_kv.TABLE, store_kv.TABLE)
-        (table,) = (table for table in tables if choice.mode.startswith(f"{table.op}: "))
+        (table,) = (table for table in tables if choice.mode.split()[0] == table.op)
         names = table.names()
         assert choice.row in names
         assert set(names[: names.index(choice.row)]) <= choice.refused.keys()
         assert all(choice.refused.values())
+
+
+def test_a_forced_row_is_the_only_one_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOM_PLUGIN_KERNELS", "paged_attention=triton")
+    assert rows(Plan(arch="gfx942", page_size=16))["decode"] == "triton"
+    monkeypatch.setenv("ATOM_PLUGIN_KERNELS", "paged_attention=aiter_unified_attention")
+    (decode, _) = (
+        choice for choice in explain(load_spec(MOE), Plan(arch="sm90", query_len=1)) if "decode" in choice.mode
+    )
+    assert decode.row is None and decode.refused.keys() == {"aiter_unified_attention"}
 
 
 def test_query_length_picks_the_phase() -> None:
@@ -76,7 +87,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--page-size", "16"]) == 0
     text = capsys.readouterr().out
     assert "layers 0 to 93 have 8 query and 1 KV heads of 128 a rank" in text
-    assert "paged_attention: decode in a graph            aiter_unified_attention" in text
+    assert "paged_attention decode in a graph     aiter_unified_attention" in text
     assert "      not " not in text
     assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--why"]) == 0
     assert "not aiter_unified_attention: page size 1: takes powers of two from 16" in capsys.readouterr().out

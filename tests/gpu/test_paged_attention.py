@@ -91,7 +91,7 @@ def test_head_dims_and_groups(dim: int, heads: tuple[int, int], q_len: int) -> N
 )
 @pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [5, 200, 0, 1], [4, 4, 4, 4]], ids=["decode", "extend", "blind"])
 def test_every_option(how: dict[str, Any], q_lens: list[int]) -> None:
-    k, v, batch = make_batch(q_lens, [5, 1300, 9, 1], page_size=16, dim=128, v_dim=128, dtype=torch.bfloat16)
+    k, v, batch = make_batch(q_lens, [5, 1300, 9, 1], page_size=16, dim=128, v_dim=128, dtype=torch.bfloat16, orphans=3)
     assert_right(torch.randn(sum(q_lens) + 3, 8, 128, dtype=torch.bfloat16), k, v, batch, **how)
 
 

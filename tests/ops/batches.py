@@ -20,8 +20,12 @@ def make_batch(
     v_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     captured: bool = False,
+    orphans: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Return (k_pages, v_pages, batch) with shuffled pages; what holds no key is NaN, unused table entries are huge."""
+    """Return (k_pages, v_pages, batch) with shuffled pages; what holds no key is NaN, unused table entries are huge.
+
+    ``orphans``: rows of q past the last request's.
+    """
     num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
     pages = torch.full((len(seq_lens), max(num_pages) + 1), HUGE_PAGE, dtype=torch.int32)
     order = (torch.randperm(sum(num_pages)) + 1).tolist()
@@ -43,6 +47,6 @@ def make_batch(
         max_q_len=max(q_lens),
         max_seq_len=max(seq_lens),
         captured=captured,
-        one_query_each=all(q_len == 1 for q_len in q_lens),
+        one_query_each=orphans == 0 and all(q_len == 1 for q_len in q_lens),
     )
     return k.to(dtype), v.to(dtype), batch

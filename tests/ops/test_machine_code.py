@@ -39,6 +39,11 @@ def test_spills_and_lds(lines: list[list[str]]) -> None:
         assert (int(matrix_instructions) > 0) == (has_dot == "yes"), f"{where}: {matrix_instructions} for dots"
 
 
+def test_every_kernel_module_is_compiled(lines: list[list[str]]) -> None:
+    modules = {path.parent.name for path in (ROOT / "atom_plugin" / "ops").glob("*/kernel.py")}
+    assert {line[1] for line in lines} == modules
+
+
 def test_the_committed_table_lists_every_kernel(lines: list[list[str]]) -> None:
     text = TABLE.read_text()
     committed = cells(text)

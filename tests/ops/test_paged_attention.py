@@ -264,7 +264,7 @@ def test_cells_that_a_gpu_has_to_serve(arch: str, cell: dict[str, Any]) -> None:
         ({"arch": "gfx950", "v_head_dim": 512}, "head dims 64 and 512: takes up to 256"),
         ({"arch": "sm90", "num_q_heads": 34}, "17 query heads a KV head: takes up to 16"),
         ({"arch": "sm90", "kv_dtype": torch.float8_e4m3fnuz}, "float8_e4m3fnuz on sm90: it is the FP8 of gfx942"),
-        ({"arch": "sm80", "kv_dtype": torch.float8_e4m3fn}, "float8_e4m3fn on sm80: NVIDIA reads it from sm89 on"),
+        ({"arch": "sm80", "kv_dtype": torch.float8_e4m3fn}, "float8_e4m3fn on sm80: NVIDIA computes it from sm89 on"),
         (
             {"arch": "sm90", "kv_dtype": torch.float8_e4m3fn, "v_head_dim": 63},
             "odd head dims 64 and 63 of float8: takes even ones",

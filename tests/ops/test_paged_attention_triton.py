@@ -46,7 +46,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches(name: str, page_size: int) -> None:
     q_lens, seq_lens = BATCHES[name]
-    k, v, batch = make_batch(q_lens, seq_lens, page_size=page_size)
+    k, v, batch = make_batch(q_lens, seq_lens, page_size=page_size, orphans=2)
     assert_defined(torch.randn(sum(q_lens) + 2, 6, 16), k, v, batch, return_lse=True)
 
 
@@ -64,7 +64,7 @@ def test_batches(name: str, page_size: int) -> None:
 @pytest.mark.parametrize("name", ["decode", "mixed", "blind"])
 def test_options(name: str, how: dict[str, Any]) -> None:
     q_lens, seq_lens = BATCHES[name]
-    k, v, batch = make_batch(q_lens, seq_lens, page_size=16)
+    k, v, batch = make_batch(q_lens, seq_lens, page_size=16, orphans=1)
     assert_defined(torch.randn(sum(q_lens) + 1, 4, 16), k, v, batch, return_lse=True, **how)
 
 

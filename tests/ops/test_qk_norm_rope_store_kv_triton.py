@@ -251,7 +251,7 @@ def test_cells_that_a_gpu_has_to_serve(cell: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
-        ({"pool_dtype": torch.float8_e4m3fnuz}, "float8_e4m3fnuz on sm90: gfx942 alone reads that format"),
+        ({"pool_dtype": torch.float8_e4m3fnuz}, "float8_e4m3fnuz on sm90: it is the FP8 of gfx942 alone"),
         ({"qkv_dtype": torch.float64}, "keys and values of torch.float64: takes float32, bfloat16, float16"),
         ({"head_dim": 576}, "head dim 576: takes up to 512, a head has to fit a few registers"),
         ({"rotary_dim": 7}, "rotary dim 7 of head dim 128: has to be even and no larger"),

@@ -151,8 +151,8 @@ def test_cells_that_a_gpu_has_to_serve(arch: str, kv_dtype: torch.dtype, pool_dt
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (("sm90", torch.bfloat16, FNUZ), "float8_e4m3fnuz on sm90: gfx942 alone reads that format"),
-        (("gfx950", torch.bfloat16, FNUZ), "float8_e4m3fnuz on gfx950: gfx942 alone reads that format"),
+        (("sm90", torch.bfloat16, FNUZ), "float8_e4m3fnuz on sm90: it is the FP8 of gfx942 alone"),
+        (("gfx950", torch.bfloat16, FNUZ), "float8_e4m3fnuz on gfx950: it is the FP8 of gfx942 alone"),
         (("gfx942", torch.int8, FN), "keys and values of torch.int8: takes float32, bfloat16, float16"),
         (("sm90", HALF, torch.float8_e5m2), "KV cache of torch.float8_e5m2: takes float32, bfloat16, float16, float8"),
         (("cpu", HALF, HALF), "runs on GPUs; on cpu only interpreted: TRITON_INTERPRET=1, and forced by name"),

@@ -11,6 +11,7 @@ from atom_plugin import device
 from atom_plugin.dispatch import Kernel, Table, Tolerance
 from atom_plugin.ops.mla_attention.aiter import ROWS as AITER_ROWS
 from atom_plugin.ops.paged_attention import KV_DTYPES, PagedBatch
+from atom_plugin.ops.paged_attention.checks import index_problems
 from atom_plugin.ops.triton_rows import why_not_triton
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +59,7 @@ class MlaAttention(Protocol):
 
 
 def _why_not_triton(problem: MlaAttentionProblem) -> list[str]:
-    reasons = why_not_triton(problem.arch, "triton", problem.forced)
+    reasons = why_not_triton(problem.arch, "triton", problem.forced, (problem.q_dtype, problem.kv_dtype))
     if problem.q_dtype not in _FLOATS:
         reasons.append(f"queries of {problem.q_dtype}: takes float32, bfloat16, float16")
     if problem.kv_dtype != problem.q_dtype and problem.kv_dtype not in KV_DTYPES[len(_FLOATS) :]:
@@ -66,8 +67,6 @@ def _why_not_triton(problem: MlaAttentionProblem) -> list[str]:
             f"KV cache of {problem.kv_dtype} with queries of {problem.q_dtype}: takes the dtype of the queries, "
             "float8_e4m3fn or float8_e4m3fnuz"
         )
-    if problem.kv_dtype == torch.float8_e4m3fnuz and problem.arch not in ("gfx942", "cpu"):
-        reasons.append(f"float8_e4m3fnuz on {problem.arch}: it is the FP8 of gfx942, Triton has no conversion here")
     rank, rope = problem.kv_lora_rank, problem.rope_dim
     if rank < 16 or rank & (rank - 1) or rank > 512:
         reasons.append(f"kv_lora_rank {rank}: takes powers of two from 16 to 512")
@@ -158,9 +157,12 @@ def mla_attention(
     NoKernelError when no row can run this.
     """
     check(q_THD, kv_pages, batch, kv_lora_rank)
+    found = [] if batch.captured else index_problems(q_THD.shape[0], kv_pages.shape[0], batch)
+    if found:
+        raise ValueError("mla_attention: " + "; ".join(found))
     problem = MlaAttentionProblem(
         arch=device.arch(),
-        phase="decode" if batch.max_q_len == 1 else "extend",
+        phase="decode" if batch.one_query_each else "extend",
         captured=batch.captured,
         q_dtype=q_THD.dtype,
         kv_dtype=kv_pages.dtype,
@@ -183,7 +185,7 @@ def mla_attention(
 
 
 def check(q_THD: torch.Tensor, kv_pages: torch.Tensor, batch: PagedBatch, kv_lora_rank: int) -> None:
-    """Raise ValueError unless the tensors fit together; nothing on the device is read."""
+    """Raise ValueError unless the tensors' shapes and dtypes fit together."""
     pages_BP, page_size = batch.page_table.pages_BP, batch.page_table.page_size
     q_shape, kv_shape = tuple(q_THD.shape), tuple(kv_pages.shape)
     if len(q_shape) != 3 or q_shape[1] == 0 or q_THD.stride(2) != 1:

@@ -95,7 +95,12 @@ class PagedAttentionRagged:
         """See ``atom_plugin.ops.paged_attention.paged_attention``."""
         _check(q_THD, k_pages, v_pages, batch, return_lse)
         num_tokens, heads, dim = q_THD.shape
-        if not batch.one_query_each or num_tokens != batch.seq_lens_B.shape[0] or window != NO_WINDOW or sinks_H is not None:
+        if (
+            not batch.one_query_each
+            or num_tokens != batch.seq_lens_B.shape[0]
+            or window != NO_WINDOW
+            or sinks_H is not None
+        ):
             raise ValueError(
                 f"{num_tokens} queries of {batch.seq_lens_B.shape[0]} requests, up to {batch.max_q_len} each, window "
                 f"{window}, sinks {sinks_H is not None}: takes one query a request, no window and no sinks"

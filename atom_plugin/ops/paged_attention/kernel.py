@@ -382,23 +382,11 @@ def paged_attention(
         num_stages=shape.stages,
     )
     if splits > 1:
+        no_lse, no_sinks = out_THD, q_THD  # pointers that are not followed
         _reduce[(num_tokens, num_heads)](
-            parts,
-            part_lses,
-            out_THD,
-            out_THD if lse_TH is None else lse_TH,
-            batch.qo_indptr_B1,
-            q_THD if sinks_H is None else sinks_H,
-            requests,
-            num_tokens,
-            splits,
-            v_scale,
-            HEADS=num_heads,
-            V_DIM=v_dim,
-            BLOCK_V=triton.next_power_of_2(v_dim),
-            BLOCK_S=8 if splits <= 8 else 64,
-            HAS_SINKS=sinks_H is not None,
-            HAS_LSE=return_lse,
-            num_warps=4,
-        )
+            parts, part_lses, out_THD, no_lse if lse_TH is None else lse_TH, batch.qo_indptr_B1,
+            no_sinks if sinks_H is None else sinks_H, requests, num_tokens, splits, v_scale,
+            HEADS=num_heads, V_DIM=v_dim, BLOCK_V=triton.next_power_of_2(v_dim), BLOCK_S=8 if splits <= 8 else 64,
+            HAS_SINKS=sinks_H is not None, HAS_LSE=return_lse, num_warps=4,
+        )  # fmt: skip
     return out_THD, lse_TH
