@@ -286,51 +286,20 @@ def launch(
         split_lse = torch.empty(config.splits, num_tokens, heads, dtype=torch.float32, device=q_THD.device)
         split_out = split_lse.new_empty(*split_lse.shape, kv_lora_rank)
     _split_kernel[(triton.cdiv(num_rows, config.rows), config.splits, num_requests + 1)](
-        q_THD,
-        kv_pages,
-        split_out,
-        split_lse,
-        batch.qo_indptr_B1,
-        batch.seq_lens_B,
-        batch.page_table.pages_BP,
-        num_tokens,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        batch.page_table.pages_BP.stride(0),
-        config.min_tiles,
-        scale * kv_scale * _LOG2_E,
-        kv_scale,
-        HEADS=heads,
-        LATENT=kv_lora_rank,
-        ROPE=dim - kv_lora_rank,
-        PAGE_SIZE=batch.page_table.page_size,
-        ROWS=config.rows,
-        KEYS=config.keys,
-        IS_SPLIT=is_split,
-        WRITE_LSE=return_lse,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+        q_THD, kv_pages, split_out, split_lse, batch.qo_indptr_B1, batch.seq_lens_B, batch.page_table.pages_BP,
+        num_tokens, q_THD.stride(0), q_THD.stride(1), batch.page_table.pages_BP.stride(0), config.min_tiles,
+        scale * kv_scale * _LOG2_E, kv_scale,
+        HEADS=heads, LATENT=kv_lora_rank, ROPE=dim - kv_lora_rank, PAGE_SIZE=batch.page_table.page_size,
+        ROWS=config.rows, KEYS=config.keys, IS_SPLIT=is_split, WRITE_LSE=return_lse,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
     if is_split:
         columns = min(128, kv_lora_rank)
         splits_block = triton.next_power_of_2(config.splits)
         _reduce_kernel[(num_rows, kv_lora_rank // columns, num_requests + 1)](
-            split_out,
-            split_lse,
-            out_THC,
-            lse_TH,
-            batch.qo_indptr_B1,
-            batch.seq_lens_B,
-            num_tokens,
-            config.splits,
+            split_out, split_lse, out_THC, lse_TH, batch.qo_indptr_B1, batch.seq_lens_B, num_tokens, config.splits,
             config.min_tiles,
-            HEADS=heads,
-            LATENT=kv_lora_rank,
-            COLUMNS=columns,
-            KEYS=config.keys,
-            SPLITS_BLOCK=splits_block,
-            AT_ONCE=min(_REDUCED_AT_ONCE, splits_block),
-            WRITE_LSE=return_lse,
-            num_warps=4,
-        )
+            HEADS=heads, LATENT=kv_lora_rank, COLUMNS=columns, KEYS=config.keys, SPLITS_BLOCK=splits_block,
+            AT_ONCE=min(_REDUCED_AT_ONCE, splits_block), WRITE_LSE=return_lse, num_warps=4,
+        )  # fmt: skip
     return out_THC, lse_TH if return_lse else None

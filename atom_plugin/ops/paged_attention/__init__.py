@@ -229,15 +229,6 @@ def paged_attention(
     )
     row: PagedAttention = TABLE.choose(problem, forced).load()
     return row(
-        q_THD,
-        k_pages,
-        v_pages,
-        batch,
-        scale=scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        window=window,
-        logit_cap=logit_cap,
-        return_lse=return_lse,
-        sinks_H=sinks_H,
-    )
+        q_THD, k_pages, v_pages, batch, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
+        logit_cap=logit_cap, return_lse=return_lse, sinks_H=sinks_H,
+    )  # fmt: skip

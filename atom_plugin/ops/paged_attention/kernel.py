@@ -309,8 +309,7 @@ def paged_attention(
     sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``atom_plugin.ops.paged_attention.paged_attention``; scratch of the ranges is allocated for each call."""
-    num_tokens, num_heads, head_dim = q_THD.shape
-    kv_heads, v_dim = k_pages.shape[2], v_pages.shape[3]
+    (num_tokens, num_heads, head_dim), kv_heads, v_dim = q_THD.shape, k_pages.shape[2], v_pages.shape[3]
     out_THD = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THD.dtype, device=q_THD.device)
     lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device) if return_lse else None
     if num_tokens == 0 or batch.seq_lens_B.shape[0] == 0:
@@ -320,72 +319,37 @@ def paged_attention(
     group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
     dot = dot_dtype(q_THD.dtype, k_pages.dtype)
     shape = shape_for(
-        device.arch(),
-        rows=batch.max_q_len * group,
-        head_dim=max(head_dim, v_dim),
-        itemsize=dot.itemsize,
+        device.arch(), rows=batch.max_q_len * group, head_dim=max(head_dim, v_dim), itemsize=dot.itemsize,
         float8=k_pages.dtype.itemsize == 1,
-    )
+    )  # fmt: skip
     tokens_a_block = shape.block_m // group
     a_block_a_request = batch.max_q_len <= tokens_a_block
     blocks = requests if a_block_a_request else num_tokens // tokens_a_block + requests
     splits = splits_for(programs=kv_heads * blocks, beside=shape.beside, max_seq_len=batch.max_seq_len)
     parts, part_lses = out_THD, lse_TH
     if splits > 1:
-        parts = torch.empty(splits, num_tokens, num_heads, v_dim, dtype=torch.float32, device=q_THD.device)
         part_lses = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
+        parts = part_lses.new_empty(*part_lses.shape, v_dim)
     pairs = k_pages.dtype == torch.float8_e4m3fn and dot == torch.float16 and device.arch().startswith("sm")
-    if pairs:
-        k_pages, v_pages = k_pages.view(torch.int16), v_pages.view(torch.int16)
+    k_pages, v_pages = (pages.view(torch.int16) if pairs else pages for pages in (k_pages, v_pages))
     _attend[(kv_heads * blocks, splits)](
-        q_THD,
-        k_pages,
-        v_pages,
-        parts,
-        parts if part_lses is None else part_lses,
-        batch.qo_indptr_B1,
-        batch.seq_lens_B,
-        batch.page_table.pages_BP,
-        q_THD if sinks_H is None else sinks_H,
-        requests,
-        num_tokens,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        slot_stride(k_pages),
-        k_pages.stride(2),
-        slot_stride(v_pages),
-        v_pages.stride(2),
-        batch.page_table.pages_BP.stride(0),
-        scale * k_scale / logit_cap if logit_cap > 0 else scale * k_scale,
-        logit_cap,
-        v_scale,
-        window,
-        GROUP=group,
-        HEADS=num_heads,
-        HEAD_DIM=k_pages.shape[3],
-        V_DIM=v_pages.shape[3],
+        q_THD, k_pages, v_pages, parts, parts if part_lses is None else part_lses, batch.qo_indptr_B1,
+        batch.seq_lens_B, batch.page_table.pages_BP, q_THD if sinks_H is None else sinks_H, requests, num_tokens,
+        q_THD.stride(0), q_THD.stride(1), slot_stride(k_pages), k_pages.stride(2), slot_stride(v_pages),
+        v_pages.stride(2), batch.page_table.pages_BP.stride(0),
+        scale * k_scale / logit_cap if logit_cap > 0 else scale * k_scale, logit_cap, v_scale, window,
+        GROUP=group, HEADS=num_heads, HEAD_DIM=k_pages.shape[3], V_DIM=v_pages.shape[3],
         BLOCK_D=max(16, triton.next_power_of_2(k_pages.shape[3])),
-        BLOCK_V=max(16, triton.next_power_of_2(v_pages.shape[3])),
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        PAGE_SIZE=batch.page_table.page_size,
-        IS_SPLIT=splits > 1,
-        BLOCK_A_REQUEST=a_block_a_request,
-        HAS_CAP=logit_cap > 0,
-        HAS_WINDOW=window != NO_WINDOW,
-        HAS_SINKS=sinks_H is not None,
-        HAS_LSE=return_lse or splits > 1,
-        NARROW=dot == torch.float16 and q_THD.dtype != dot,
-        DOT=_TRITON[dot],
-        PAIRS=pairs,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+        BLOCK_V=max(16, triton.next_power_of_2(v_pages.shape[3])), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
+        PAGE_SIZE=batch.page_table.page_size, IS_SPLIT=splits > 1, BLOCK_A_REQUEST=a_block_a_request,
+        HAS_CAP=logit_cap > 0, HAS_WINDOW=window != NO_WINDOW, HAS_SINKS=sinks_H is not None,
+        HAS_LSE=return_lse or splits > 1, NARROW=dot == torch.float16 and q_THD.dtype != dot, DOT=_TRITON[dot],
+        PAIRS=pairs, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
     if splits > 1:
-        no_lse, no_sinks = out_THD, q_THD  # pointers that are not followed
         _reduce[(num_tokens, num_heads)](
-            parts, part_lses, out_THD, no_lse if lse_TH is None else lse_TH, batch.qo_indptr_B1,
-            no_sinks if sinks_H is None else sinks_H, requests, num_tokens, splits, v_scale,
+            parts, part_lses, out_THD, out_THD if lse_TH is None else lse_TH, batch.qo_indptr_B1,
+            q_THD if sinks_H is None else sinks_H, requests, num_tokens, splits, v_scale,
             HEADS=num_heads, V_DIM=v_dim, BLOCK_V=triton.next_power_of_2(v_dim), BLOCK_S=8 if splits <= 8 else 64,
             HAS_SINKS=sinks_H is not None, HAS_LSE=return_lse, num_warps=4,
         )  # fmt: skip

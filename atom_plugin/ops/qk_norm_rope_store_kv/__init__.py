@@ -151,8 +151,7 @@ def qk_norm_rope_store_kv(
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v, and return the normed, rotated q; the arguments keep their values.
 
-    ``q_THD``: [tokens, query heads, head dim]; ``k_THD``, ``v_THD``: [tokens, KV heads, head dim (of v)]; all three may
-    be slices of one projection.
+    ``q_THD``: [tokens, query heads, head dim]; ``k_THD``, ``v_THD``: [tokens, KV heads, head dim (of v)].
     ``q_weight``, ``k_weight``: [head dim] of the RMS norm over each head, None for no norm; ``eps`` inside its root.
     ``positions``: int64 [tokens], or [3, tokens] with ``axis_of_frequency`` (int64 [rotary dim / 2], which of the 3
     axes drives each frequency). ``cos_sin_cache``: [positions, rotary dim], cosines then sines of the angles.
@@ -181,19 +180,7 @@ def qk_norm_rope_store_kv(
     )
     row: QKNormRopeStoreKV = TABLE.choose(problem, forced).load()
     return row(
-        q_THD,
-        k_THD,
-        v_THD,
-        k_pages,
-        v_pages,
-        slots,
-        positions=positions,
-        axis_of_frequency=axis_of_frequency,
-        cos_sin_cache=cos_sin_cache,
-        is_neox=is_neox,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+        q_THD, k_THD, v_THD, k_pages, v_pages, slots,
+        positions=positions, axis_of_frequency=axis_of_frequency, cos_sin_cache=cos_sin_cache, is_neox=is_neox,
+        q_weight=q_weight, k_weight=k_weight, eps=eps, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
