@@ -78,7 +78,10 @@ def is_assumed() -> bool:
 
 def _package() -> Path | None:
     """Return the folder of the installed package; finding a package that is not imported does not run it."""
-    spec = importlib.util.find_spec("aiter")
+    try:
+        spec = importlib.util.find_spec("aiter")
+    except ValueError:  # a module without a spec was put into sys.modules
+        return None
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
@@ -100,15 +103,17 @@ def signatures(version: Version) -> dict[str, list[str]]:
 
 @functools.cache
 def parameters_in(file: Path, function: str) -> list[str] | None:
-    """Return the parameters of a top-level function of a source file, as ``signatures`` does; None without it.
+    """Return the parameters of a top-level function of a source file, as ``signatures`` does; None where none is read.
 
     The last definition counts, as it does when the file is run. The file is parsed and not run.
     """
     if not file.is_file():
         return None
-    found = [
-        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == function
-    ]
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (SyntaxError, UnicodeDecodeError):  # a file for another Python
+        return None
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
     return _parameters(found[-1].args) if found else None
 
 
@@ -134,7 +139,7 @@ def why_not(function: str, passed: Sequence[str]) -> list[str]:
     if _assumed.get() is None:
         installed = _installed_parameters(MODULES[function][here], function)
         if installed is None:
-            return [f"the installed AITER has no {path}"]
+            return [f"the installed AITER has no {path} that this Python can read"]
         if installed != known:
             return [f"the installed AITER's {path} takes ({', '.join(installed)}), known is ({', '.join(known)})"]
     names = [parameter.partition("=")[0] for parameter in known]

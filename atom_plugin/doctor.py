@@ -32,7 +32,7 @@ def examine() -> list[Finding]:
     """Return every finding, in the order in which a launch would meet them; without SGLang and torch, what is left."""
     findings = [*_versions(), *_entry_points(), *_settings()]
     missing = {finding.name for finding in findings if finding.found == NOT_INSTALLED}
-    return findings if missing & {"sglang", "torch"} else [*findings, *_machine(), *_registration()]
+    return findings if missing & {"sglang", "torch"} else [*findings, *_machine(), *_forced_rows(), *_registration()]
 
 
 def report(findings: list[Finding], *, as_json: bool) -> str:
@@ -83,6 +83,16 @@ def _machine() -> list[Finding]:
     ]
 
 
+def _forced_rows() -> list[Finding]:
+    from atom_plugin.attention.tables import forced_rows
+
+    try:
+        forced_rows()
+    except ValueError as error:
+        return [Finding("forced rows", str(error), "correct or unset it")]
+    return []
+
+
 def _settings() -> list[Finding]:
     found = []
     for setting in settings.ALL:
@@ -115,6 +125,8 @@ def _registration() -> list[Finding]:
         register.prepare_serving()
     except (hooks.HookError, ImportError, AttributeError) as error:
         return [Finding("registration", str(error), f"use SGLang {host.SUPPORTED_SGLANG}")]
+    except RuntimeError as error:  # what AITER's import raises without ROCm, through SGLang's
+        return [Finding("registration", f"SGLang cannot be imported: {error}", "uninstall what raises this")]
     found = [
         Finding(f"hook {row.target}", row.kind, "" if hooks.is_applied(row) else "another plugin took it off again")
         for row in hooks.installed()

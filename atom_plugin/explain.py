@@ -52,6 +52,8 @@ def explain(spec: Spec, plan: Plan) -> list[Choice]:
     that no launch could have.
     """
     problems = why_not_backend(kv_cache_dtype=plan.kv_cache_dtype, page_size=plan.page_size, use_mla=False)
+    if plan.query_len is not None and plan.query_len < 1:
+        problems.append(f"--query-len {plan.query_len}: takes 1 for decode, or more")
     if problems:
         raise ValueError("; ".join(problems))
     q_dtype = DTYPES[plan.dtype]

@@ -65,7 +65,7 @@ class LayerOutline:
 
     def __post_init__(self) -> None:
         if self.fused:
-            weight = torch.ones(self.qk_head_dim)
+            weight = torch.empty(self.qk_head_dim, device="meta")
             self.qk_norm_rope = QKNormRope(
                 q_weight=weight, k_weight=weight, eps=1e-6, rotary_dim=self.qk_head_dim, position_source="positions"
             )

@@ -251,7 +251,7 @@ def test_the_version_is_read_from_the_source(install: Install) -> None:
 def test_a_function_that_is_gone_is_refused(install: Install, version: Any) -> None:
     install(version, {"paged_attention_ragged": None})
     assert reasons_of(paged_attention.TABLE, RAGGED, DECODE) == [
-        "the installed AITER has no aiter.ops.attention.paged_attention_ragged"
+        "the installed AITER has no aiter.ops.attention.paged_attention_ragged that this Python can read"
     ]
 
 

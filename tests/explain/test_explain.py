@@ -100,6 +100,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ((str(MOE), "--tp", "3"), "--tp 3 does not divide 32 query heads and 4 KV heads"),
         ((str(MOE), "--tp", "0"), "--tp 0 does not divide 32 query heads and 4 KV heads"),
+        ((str(MOE), "--query-len", "0"), "--query-len 0: takes 1 for decode, or more"),
         ((str(MOE), "--page-size", "3"), "--page-size 3: use a power of two"),
         ((str(MOE), "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: use one of"),
         ((str(CONFIGS / "deepseek-ai--DeepSeek-V3.json"),), "with model_type 'deepseek_v3' is not one that"),

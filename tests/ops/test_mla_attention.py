@@ -332,3 +332,14 @@ def test_what_does_not_fit_together_is_refused(changed: dict[str, Any], message:
     q, kv_pages, batch, kv_lora_rank = bad(**changed)
     with pytest.raises(ValueError, match=message):
         mla_attention(q, kv_pages, batch, kv_lora_rank=kv_lora_rank, scale=1.0)
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("row", ["triton", "eager", "reference"])
+def test_a_page_table_without_columns(row: str) -> None:
+    kv_pages, batch = latent_batch([1, 1], [3, 5])
+    table = dataclasses.replace(batch.page_table, pages_BP=batch.page_table.pages_BP[:, :0])
+    empty = dataclasses.replace(batch, seq_lens_B=torch.zeros(2, dtype=torch.int32), page_table=table, max_seq_len=0)
+    q = torch.randn(2, 3, 80)
+    out, lse = mla_attention(q, kv_pages, empty, kv_lora_rank=64, scale=0.1, return_lse=True, forced=row)
+    assert out.eq(0).all() and lse is not None and lse.eq(-torch.inf).all()

@@ -57,9 +57,10 @@ def test_batches(name: str, page_size: int) -> None:
         {"window": 7},
         {"logit_cap": 3.0},
         {"sinks_H": torch.tensor([-2.0, 0.0, 3.0, 9.0])},
+        {"sinks_H": torch.tensor([-torch.inf, -300.0, 90.0, 300.0])},
         {"window": 70, "logit_cap": 3.0, "sinks_H": torch.tensor([-2.0, 0.0, 3.0, 9.0])},
     ],
-    ids=["window", "cap", "sinks", "all"],
+    ids=["window", "cap", "sinks", "extreme sinks", "all"],
 )
 @pytest.mark.parametrize("name", ["decode", "mixed", "blind"])
 def test_options(name: str, how: dict[str, Any]) -> None:
@@ -161,3 +162,10 @@ def test_no_tokens_and_no_positive_scale() -> None:
     k, v, batch = make_batch([1, 1], [5, 9], page_size=4)
     with pytest.raises(ValueError, match=r"scale -0\.3 times k_scale 1\.0 has to be positive"):
         paged_attention(torch.zeros(2, 4, 16), k, v, batch, scale=-0.3, forced="triton")
+
+
+@pytest.mark.parametrize("window", [-2, 1.5])
+def test_a_window_that_is_none(window: float) -> None:
+    k, v, batch = make_batch([1, 1], [5, 9], page_size=4)
+    with pytest.raises(ValueError, match="takes a number of keys, or NO_WINDOW"):
+        paged_attention(torch.zeros(2, 4, 16), k, v, batch, scale=0.3, window=window)  # type: ignore[arg-type]

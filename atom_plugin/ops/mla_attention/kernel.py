@@ -243,6 +243,9 @@ def mla_attention(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``atom_plugin.ops.mla_attention.mla_attention``."""
+    if batch.seq_lens_B.shape[0] == 0 or batch.page_table.pages_BP.shape[1] == 0:  # no key in the whole batch
+        lse_TH = torch.full(q_THD.shape[:2], -torch.inf, dtype=torch.float32, device=q_THD.device)
+        return q_THD.new_zeros(*q_THD.shape[:2], kv_lora_rank), lse_TH if return_lse else None
     num_rows = batch.max_q_len * q_THD.shape[1]
     config = split(
         choose_tiles(device.arch(), num_rows, q_THD.dtype.itemsize, kv_pages.dtype.itemsize),

@@ -208,6 +208,8 @@ def paged_attention(
     from atom_plugin.ops.paged_attention.checks import problems_of  # which imports this module
 
     found = problems_of(q_THD, k_pages, v_pages, batch, sinks_H)
+    if not isinstance(window, int) or window < NO_WINDOW:
+        found.append(f"window {window!r}: takes a number of keys, or NO_WINDOW ({NO_WINDOW})")
     if found:
         raise ValueError("paged_attention: " + "; ".join(found))
     problem = PagedAttentionProblem(

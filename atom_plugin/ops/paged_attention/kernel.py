@@ -136,8 +136,12 @@ def _over_keys(
 def _finished(acc, top, total, sink, v_scale, HAS_SINKS: tl.constexpr):
     """Return (out, natural-log lse) of a whole softmax; no key seen: zeros and -inf."""
     blind = top == -float("inf")
-    if HAS_SINKS:
-        total = total + tl.where(blind, 0.0, tl.exp2(sink * _LOG2E - top))
+    if HAS_SINKS:  # the sink may be the largest score by far
+        sink = sink * _LOG2E
+        largest = tl.maximum(top, sink)
+        fade = tl.where(blind, 1.0, tl.exp2(top - largest))
+        acc, total = acc * fade[:, None], total * fade + tl.where(blind, 0.0, tl.exp2(sink - largest))
+        top = largest
     lse = (top + tl.log2(tl.where(blind, 1.0, total))) / _LOG2E
     out = acc * (v_scale / tl.where(blind, 1.0, total))[:, None]
     return out, tl.where(blind, -float("inf"), lse)

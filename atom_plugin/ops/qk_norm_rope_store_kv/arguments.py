@@ -44,6 +44,8 @@ def check(
                 f"{name} is {tuple(weight.shape)} of {weight.dtype}, strides {weight.stride()}: takes [{dim}] of "
                 f"float32, bfloat16, float16 in one piece, or None for no norm"
             )
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("one of q_weight and k_weight: takes both, or None twice for no norm")
 
 
 def _check_cos_sin(cos_sin_cache: torch.Tensor, dim: int) -> None:
