@@ -38,14 +38,14 @@ def choose_tiles(arch: str, num_rows: int, q_itemsize: int, kv_itemsize: int) ->
         warps = 4 if arch.startswith("gfx") else 8
         return Config(rows=16, keys=16, warps=warps, stages=1, per_multiprocessor=1)
     if arch.startswith("gfx"):
-        rows, keys = (16, 32) if num_rows <= 16 else (32, 32 if arch == "gfx942" else 16)
+        rows, keys = (16, 32) if num_rows <= 16 else (32, 16)
         return Config(rows=rows, keys=keys, warps=4, stages=2, per_multiprocessor=1)
     if arch != "sm90":
         return Config(rows=16, keys=32, warps=4, stages=3, per_multiprocessor=2)
     if num_rows <= 16 and kv_itemsize == 1:
         return Config(rows=16, keys=32, warps=4, stages=4, per_multiprocessor=2)
     if num_rows <= 16:
-        return Config(rows=16, keys=64, warps=8, stages=3, per_multiprocessor=1)
+        return Config(rows=16, keys=64, warps=4, stages=3, per_multiprocessor=1)
     if num_rows <= 32 or kv_itemsize == 1:
         return Config(rows=32, keys=32, warps=8, stages=3, per_multiprocessor=1)
     return Config(rows=64, keys=64, warps=8, stages=2, per_multiprocessor=1)
