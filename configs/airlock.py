@@ -57,6 +57,8 @@ def raw_config(model_path: str, revision: str | None) -> tuple[str, dict[str, An
         values, _ = PretrainedConfig.get_config_dict(model_path, revision=revision)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_path}: no config.json can be read: {error}") from error
+    if not values:  # what some versions return for a folder without one
+        raise ConfigError(f"{model_path}: no config.json can be read: there is none")
     source = f"{model_path}/config.json"
     return source, _mapping(values, source)
 
