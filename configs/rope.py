@@ -71,7 +71,8 @@ def read_rope(fields: Fields, *, head_dim: int) -> RopeSpec:
     fields.only("partial_rotary_factor", (None, 1.0))
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise fields.error(name, "partial_rotary_factor: accepted is 1.0, all of a head turns")
-    return _rope(fields, name, parameters, rotary_dim=head_dim, sections=None)
+    theta = _theta(fields, name, parameters, beside=True)
+    return _rope(fields, name, parameters, theta=theta, rotary_dim=head_dim, sections=None)
 
 
 def read_rope_with_sections(fields: Fields, *, head_dim: int) -> RopeSpec:
@@ -95,7 +96,9 @@ def read_rope_with_sections(fields: Fields, *, head_dim: int) -> RopeSpec:
         raise fields.error(name, "its mrope_section must be three positive integers")
     if 2 * sum(sections) != rotary_dim:
         raise fields.error(name, f"its mrope_section does not fill the {rotary_dim // 2} frequencies of a head")
-    return _rope(fields, name, parameters, rotary_dim=rotary_dim, sections=tuple(sections))
+    # SGLang's class puts a default of its own beside the parameters; a launch is compared with the file as well
+    theta = _theta(fields, name, parameters, beside=fields.as_published)
+    return _rope(fields, name, parameters, theta=theta, rotary_dim=rotary_dim, sections=tuple(sections))
 
 
 def _parameters(fields: Fields) -> tuple[str, dict[str, Any]]:
@@ -110,9 +113,14 @@ def _parameters(fields: Fields) -> tuple[str, dict[str, Any]]:
 
 
 def _rope(
-    fields: Fields, name: str, parameters: Mapping[str, Any], *, rotary_dim: int, sections: tuple[int, ...] | None
+    fields: Fields,
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    theta: float,
+    rotary_dim: int,
+    sections: tuple[int, ...] | None,
 ) -> RopeSpec:
-    theta = _theta(fields, name, parameters)
     rope_type = _rope_type(fields, name, parameters)
     needed, possible = SCALING_FIELDS[rope_type]
     allowed = {*needed, *possible, *ALWAYS_ALLOWED, *(SECTIONS if sections else ())}
@@ -148,7 +156,8 @@ def _refuse_odd_values(fields: Fields, name: str, rope_type: str, parameters: Ma
         raise fields.error(name, f"its factor times original_max_position_embeddings is less than {longest} positions")
 
 
-def _theta(fields: Fields, name: str, parameters: Mapping[str, Any]) -> float:
+def _theta(fields: Fields, name: str, parameters: Mapping[str, Any], *, beside: bool) -> float:
+    """Return the base, from the parameters or beside them; ``beside``: given in both places they must agree."""
     inner = parameters.get("rope_theta")
     if inner is None and parameters and not fields.has("rope_theta"):
         raise fields.error(
@@ -160,7 +169,7 @@ def _theta(fields: Fields, name: str, parameters: Mapping[str, Any]) -> float:
         return fields.between("rope_theta", 0.0, math.inf)
     if type(inner) not in (int, float) or not 0 < inner < math.inf:
         raise fields.error(name, "its rope_theta must be a finite number greater than zero")
-    if fields.has("rope_theta") and fields.require("rope_theta", float) != float(inner):
+    if beside and fields.has("rope_theta") and fields.require("rope_theta", float) != float(inner):
         raise fields.error("rope_theta", f"it contradicts {name} with rope_theta {inner!r}")
     return float(inner)
 
