@@ -7,9 +7,14 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from atom_plugin import settings
+
 SUPPORTED_SGLANG = ">=0.5.17,<0.5.24"
+#: What the tests hold, oldest first: every name below is that of one of these.
+TESTED_SGLANG = ("0.5.17", "0.5.21", "0.5.23")
 
 
 @functools.cache
@@ -22,6 +27,28 @@ def sglang_version() -> str:
 def since(version: str) -> bool:
     """Return whether the SGLang that is here is ``version`` or newer."""
     return Version(sglang_version()) >= Version(version)
+
+
+def why_not_version() -> str:
+    """Return why the SGLang that is here is outside of the supported range, or "" where it is inside.
+
+    By PEP 440: post-releases and local builds of a supported release are inside. Release candidates and development
+    builds are outside, also of a supported release: their number does not say which release's names they have.
+    """
+    if SpecifierSet(SUPPORTED_SGLANG).contains(sglang_version(), prereleases=False):
+        return ""
+    return f"atom-plugin supports the releases of SGLang {SUPPORTED_SGLANG}, and SGLang {sglang_version()} is installed"
+
+
+def what_to_do_about_version() -> str:
+    """Return the ways out of an unsupported SGLang."""
+    return f"Install one of them, or set {settings.ALLOW_SGLANG.name}=1 to try this one, untested"
+
+
+def allowed_all_the_same() -> str:
+    """Return what is done about an unsupported SGLang that the user allows, and by whose names it is called."""
+    taken_for = max((version for version in TESTED_SGLANG if since(version)), key=Version, default=TESTED_SGLANG[0])
+    return f"it is served because {settings.ALLOW_SGLANG.name}=1, untested, as if it were {taken_for}"
 
 
 def attention_tp_group() -> dict[str, object]:
