@@ -13,7 +13,7 @@ from atom_plugin import aiter_lib
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, why_not_backend
 from atom_plugin.attention.tables import AttendKey, LayerProblems, forced_rows, modes_of
-from atom_plugin.configs.load import Spec, load_spec
+from atom_plugin.configs import ServedSpec, load_served_spec
 from atom_plugin.dispatch import Table
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +45,7 @@ class Choice:
     refused: dict[str, list[str]]
 
 
-def explain(spec: Spec, plan: Plan) -> list[Choice]:
+def explain(spec: ServedSpec, plan: Plan) -> list[Choice]:
     """Return the choice of every op and mode of the attention layers of ``spec``, which are alike in our models.
 
     The modes, problems, tables and forced rows are those of a launch; nothing is loaded. Raises ValueError for a plan
@@ -79,7 +79,7 @@ def _is_left_out(key: AttendKey | None, query_len: int | None) -> bool:
     return key is not None and query_len is not None and (query_len == 1) != (key.phase == "decode")
 
 
-def outline_of(spec: Spec, tp: int) -> LayerOutline:
+def outline_of(spec: ServedSpec, tp: int) -> LayerOutline:
     """Return an attention layer of ``spec`` on one of ``tp`` ranks, or raise ValueError where they cannot share it."""
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
     if tp < 1 or heads % tp or (kv_heads % tp and tp % kv_heads):
@@ -108,7 +108,7 @@ def _choice(mode: str, table: Table[Any], problem: Any, forced: str | None) -> C
 
 def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bool]:
     """Return (the choices as text or JSON, whether every op and mode has a row) for ``model``, a folder or a config."""
-    spec = load_spec(model)
+    spec = load_served_spec(model)
     choices = explain(spec, plan)
     served = all(choice.row for choice in choices)
     if as_json:

@@ -12,8 +12,8 @@ from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend
 from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
-from atom_plugin.configs import ConfigError, Qwen3MoeSpec, Qwen3Spec, load_spec
-from atom_plugin.configs.load import raw_config
+from atom_plugin.configs import ConfigError, Qwen3MoeSpec, ServedSpec, load_served_spec, raw_config
+from atom_plugin.layers.rope import why_not_rope
 from atom_plugin.register import NAME, LaunchRefused
 from atom_plugin.resolve import class_of
 
@@ -137,8 +137,8 @@ def model_problems(server_args: Any) -> list[str]:
         model_class, _ = class_of(model_config.hf_config)
         source, raw = raw_config(cfg.model_path, cfg.revision)
         overrides = json.loads(cfg.json_model_override_args)
-        stated = load_spec(raw, source=source, overrides=overrides)
-        spec = load_spec(model_config.hf_config)
+        stated = load_served_spec(raw, source=source, overrides=overrides)
+        spec = load_served_spec(model_config)
     except ConfigError as error:
         return [str(error)]
     in_file, in_use = vars(stated), vars(spec)
@@ -147,14 +147,14 @@ def model_problems(server_args: Any) -> list[str]:
         for name in in_use
         if name != "max_position_embeddings" and in_file[name] != in_use[name]  # --context-length writes that one
     ]
-    problems += quantization_problems(cfg, spec) + size_problems(server_args, spec)
+    problems += why_not_rope(spec.rope) + quantization_problems(cfg, spec) + size_problems(server_args, spec)
     folder = folder_of(cfg.model_path, cfg.revision)
     if cfg.load_format != "dummy" and folder is not None:
         problems += checkpoint_problems(folder, model_class.checkpoint_table(spec))
     return problems
 
 
-def quantization_problems(cfg: Any, spec: Qwen3Spec) -> list[str]:
+def quantization_problems(cfg: Any, spec: ServedSpec) -> list[str]:
     """Return the reasons against the quantisation of this launch."""
     own = None if spec.quantization is None else "fp8"
     if cfg.quantization not in (None, own):
@@ -167,7 +167,7 @@ def quantization_problems(cfg: Any, spec: Qwen3Spec) -> list[str]:
     return []
 
 
-def size_problems(server_args: Any, spec: Qwen3Spec) -> list[str]:
+def size_problems(server_args: Any, spec: ServedSpec) -> list[str]:
     """Return the reasons against the parallel sizes of this launch."""
     cfg = host.resolved(server_args)
     problems = []

@@ -9,9 +9,7 @@ from typing import Any
 from torch import nn
 
 from atom_plugin import host
-from atom_plugin.configs import FAMILIES
-from atom_plugin.configs.fields import Fields
-from atom_plugin.configs.load import family_of
+from atom_plugin.configs import SERVED, served_family
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +17,8 @@ CLASSES: dict[tuple[str, str], str] = {
     ("Qwen3ForCausalLM", "qwen3"): "atom_plugin.models.qwen3:Qwen3ForCausalLM",
     ("Qwen3MoeForCausalLM", "qwen3_moe"): "atom_plugin.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
-if CLASSES.keys() != FAMILIES.keys():
-    raise RuntimeError(f"configs and models disagree about what is served: {CLASSES.keys() ^ FAMILIES.keys()}")
+if CLASSES.keys() != SERVED:
+    raise RuntimeError(f"configs and models disagree about what is served: {CLASSES.keys() ^ SERVED}")
 
 
 def class_of(hf_config: Any) -> tuple[Any, str]:
@@ -28,7 +26,7 @@ def class_of(hf_config: Any) -> tuple[Any, str]:
 
     Raises ConfigError when we do not have the architecture, ImportError when our module cannot be imported.
     """
-    family = family_of(Fields(hf_config.to_dict(), "hf_config"))
+    family = served_family(hf_config)
     return pkgutil.resolve_name(CLASSES[family]), family[0]
 
 

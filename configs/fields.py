@@ -3,44 +3,92 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 #: Fields that transformers writes for any model and that say nothing about the forward pass of a decoder.
 GENERIC_FIELDS = frozenset(
-    {
+    [
         "_attn_implementation_autoset",
         "_commit_hash",
         "_name_or_path",
         "architectures",
         "attention_dropout",
         "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
         "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
         "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
         "id2label",
         "initializer_range",
-        "is_encoder_decoder",
+        "is_decoder",
         "label2id",
-        "max_position_embeddings",
+        "length_penalty",
+        "max_length",
+        "min_length",
         "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_scores",
         "pad_token_id",
+        "prefix",
         "problem_type",
-        "quantization_config",
+        "remove_invalid_values",
+        "repetition_penalty",
         "return_dict",
-        "tie_word_embeddings",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
+        "torchscript",
         "transformers_version",
+        "typical_p",
         "unsloth_fixed",
         "unsloth_version",
+        "use_bfloat16",
         "use_cache",
-    }
+    ]
 )
+
+#: Fields that change the forward pass of some decoder and that none of ours computes: name -> neutral values.
+NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (None, False),
+    "attention_multiplier": (None,),
+    "attention_sinks": (None, False),
+    "attn_logit_softcapping": (None, 0, 0.0),
+    "cross_attention_hidden_size": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "is_encoder_decoder": (None, False),
+    "logit_scale": (None, 1.0),
+    "mlp_bias": (None, False),
+    "pruned_heads": (None, {}),
+    "residual_multiplier": (None, 1.0),
+}
 
 
 class ConfigError(ValueError):
@@ -52,18 +100,28 @@ class Fields:
 
     ``source`` is what error messages call it: a path, or ``hf_config`` for an object. ``as_published`` says that the
     fields are those of a file and no class has added its own, so that an unknown one can be told for a misspelling.
+    ``path`` leads to a nested config (``text_config.``); ``generic`` are fields that are known without being read.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str, *, as_published: bool = True) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        *,
+        as_published: bool = True,
+        path: str = "",
+        generic: frozenset[str] = GENERIC_FIELDS,
+    ) -> None:
         self._values = values
         self.source = source
-        self._as_published = as_published
-        self._known: set[str] = set(GENERIC_FIELDS)
+        self.as_published = as_published
+        self._path = path
+        self._known: set[str] = set(generic)
 
     def error(self, name: str, problem: str) -> ConfigError:
         """Return the error for ``name``, to be raised by the caller."""
         shown = repr(self._values[name]) if name in self._values else "absent"
-        return ConfigError(f"{self.source}: field {name!r} is {shown}: {problem}")
+        return ConfigError(f"{self.source}: field {self._path + name!r} is {shown}: {problem}")
 
     def has(self, name: str) -> bool:
         """Return whether ``name`` is there and not null."""
@@ -72,23 +130,38 @@ class Fields:
 
     def require(self, name: str, kind: type[T]) -> T:
         """Return the value of ``name``; raise ConfigError when it is absent, null or not a ``kind``."""
-        self._known.add(name)
-        value = self._values.get(name)
-        if value is None:
-            near = difflib.get_close_matches(name, [key for key in self._values if key not in self._known], n=1)
-            hint = f"; is {near[0]!r} a misspelling of it?" if near else ""
-            raise self.error(name, f"it is required, as {kind.__name__}{hint}")
+        return self.one_of((name,), kind)
+
+    def one_of(self, names: Sequence[str], kind: type[T]) -> T:
+        """Return the one value that is spelled as any of ``names``; different values are a contradiction."""
+        spelled = [name for name in names if self.has(name)]
+        if not spelled:
+            raise self.error(names[0], f"it is required, as {kind.__name__}{self._other_names(names)}")
+        values = [self._checked(name, kind) for name in spelled]
+        for name, value in zip(spelled, values, strict=True):
+            if value != values[0]:
+                raise self.error(spelled[0], f"it contradicts {self._path + name!r} = {self._values[name]!r}")
+        return values[0]
+
+    def _other_names(self, names: Sequence[str]) -> str:
+        others = f"; it may also be called {' or '.join(map(repr, names[1:]))}" if len(names) > 1 else ""
+        unread = [key for key in self._values if key not in self._known]
+        near = difflib.get_close_matches(names[0], unread, n=1)
+        return f"{others}; is {near[0]!r} a misspelling of it?" if near else others
+
+    def _checked(self, name: str, kind: type[T]) -> T:
+        value = self._values[name]
         if kind is float and type(value) is int:
             return kind(value)  # type: ignore[call-arg]
         if type(value) is not kind:
             raise self.error(name, f"{kind.__name__} is required")
         return value
 
-    def positive(self, name: str, kind: type[T]) -> T:
-        """Return ``require(name, kind)``; raise ConfigError unless it is greater than zero."""
-        value = self.require(name, kind)
-        if not value > 0:  # type: ignore[operator]
-            raise self.error(name, "it must be greater than zero")
+    def positive(self, *names: str) -> int:
+        """Return ``one_of(names, int)``; raise ConfigError unless it is greater than zero."""
+        value = self.one_of(names, int)
+        if value <= 0:
+            raise self.error(next(name for name in names if self.has(name)), "it must be greater than zero")
         return value
 
     def between(self, name: str, low: float, high: float) -> float:
@@ -98,15 +171,10 @@ class Fields:
             raise self.error(name, f"it must lie between {low} and {high}")
         return value
 
-    def one_of(self, names: Iterable[str], kind: type[T]) -> T:
-        """Return the one value that is spelled as any of ``names``; different values are a contradiction."""
-        spelled = [name for name in names if self.has(name)]
-        if not spelled:
-            return self.require(next(iter(names)), kind)
-        values = {self.require(name, kind) for name in spelled}
-        if len(values) > 1:
-            raise self.error(spelled[0], f"it contradicts {spelled[1]!r} = {self._values[spelled[1]]!r}")
-        return values.pop()
+    def exactly(self, names: Sequence[str], value: Any) -> None:
+        """Raise ConfigError unless the field that is spelled as any of ``names`` is there and is ``value``."""
+        if self.one_of(names, type(value)) != value:
+            raise self.error(next(name for name in names if self.has(name)), f"accepted: {value!r}")
 
     def only(self, name: str, accepted: tuple[Any, ...]) -> None:
         """Raise ConfigError unless ``name`` is one of ``accepted`` (None stands for absent or null)."""
@@ -117,6 +185,32 @@ class Fields:
     def absent_means(self, name: str, value: T) -> T:
         """Return ``name``, or ``value`` when absent: only where published configs leave it out with that meaning."""
         return self.require(name, type(value)) if self.has(name) else value
+
+    def nullable(self, name: str) -> int | None:
+        """Return ``positive(name)``, or None when null; raise ConfigError when it is absent."""
+        if name not in self._values:
+            raise self.error(name, "it is required, as int or null")
+        return self.positive(name) if self.has(name) else None
+
+    def nested(self, name: str) -> Fields:
+        """Return the mapping ``name`` as Fields of its own, none known yet; raise ConfigError when it is none."""
+        if not self.has(name):
+            raise self.error(name, "it is required, as a mapping")
+        values = self._values[name]
+        if not isinstance(values, Mapping):
+            raise self.error(name, "a mapping is required")
+        path = f"{self._path}{name}."
+        return Fields(values, self.source, as_published=self.as_published, path=path, generic=frozenset())
+
+    def inheriting(self, outer: Fields, names: Iterable[str]) -> Fields:
+        """Return these fields with those of ``names`` that only ``outer`` has; different values are a contradiction."""
+        values = dict(self._values)
+        for name in names:
+            if outer.has(name) and self.has(name) and outer._values[name] != self._values[name]:
+                raise outer.error(name, f"it contradicts {self._path + name!r} = {self._values[name]!r}")
+            if outer.has(name):
+                values[name] = outer._values[name]
+        return Fields(values, self.source, as_published=self.as_published, path=self._path)
 
     def reads(self, *names: str) -> None:
         """Count ``names`` as known: fields that are allowed and that do not change the forward pass."""
@@ -134,9 +228,13 @@ class Fields:
         self._known.add(name)
         return self._values.get(name)
 
+    def names(self) -> list[str]:
+        """Return the names of all fields."""
+        return list(self._values)
+
     def refuse_unknown(self) -> None:
         """Raise ConfigError for fields of a published config that we do not know: they may change the model."""
-        if not self._as_published:
+        if not self.as_published:
             return
         unknown = [name for name in self._values if name not in self._known]
         for name in unknown:

@@ -1,57 +1,106 @@
-"""One loader for every form that a config arrives in. transformers objects are read, never changed."""
+"""One loader for every family and every form that a config arrives in."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from atom_plugin.configs.airlock import read_any
+from atom_plugin.configs.decoder import DecoderSpec
 from atom_plugin.configs.fields import ConfigError, Fields
+from atom_plugin.configs.kimi_k2 import read_kimi_k2, read_kimi_k25
+from atom_plugin.configs.kimi_k3 import read_kimi_k3
+from atom_plugin.configs.kimi_linear import read_kimi_linear
 from atom_plugin.configs.qwen3 import Qwen3MoeSpec, Qwen3Spec, read_qwen3, read_qwen3_moe
+from atom_plugin.configs.qwen3_5 import read_qwen3_5, read_qwen3_5_moe
 
-Spec = Qwen3Spec | Qwen3MoeSpec
-
-#: What messages call a config that came as a transformers object.
-OBJECT = "hf_config"
+Family = tuple[str, str]
 
 #: (architecture, model_type) -> reader. Both must agree: Kimi-K2, say, shares its architecture with DeepSeek-V3.
-FAMILIES: dict[tuple[str, str], Callable[[Fields], Spec]] = {
+FAMILIES: dict[Family, Callable[[Fields], DecoderSpec]] = {
     ("Qwen3ForCausalLM", "qwen3"): read_qwen3,
     ("Qwen3MoeForCausalLM", "qwen3_moe"): read_qwen3_moe,
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5"): read_qwen3_5,
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"): read_qwen3_5_moe,
+    ("DeepseekV3ForCausalLM", "kimi_k2"): read_kimi_k2,
+    ("KimiK25ForConditionalGeneration", "kimi_k25"): read_kimi_k25,
+    ("KimiLinearForCausalLM", "kimi_linear"): read_kimi_linear,
+    ("KimiK3ForConditionalGeneration", "kimi_k3"): read_kimi_k3,
 }
+#: The families that models/ has a model for; the others can be read, and are refused at launch.
+SERVED: frozenset[Family] = frozenset({("Qwen3ForCausalLM", "qwen3"), ("Qwen3MoeForCausalLM", "qwen3_moe")})
+ServedSpec = Qwen3Spec | Qwen3MoeSpec
+
+#: model_type of what is not ours -> what else there is to say about it.
+NOT_OURS = {
+    "deepseek_v3": (
+        "It is DeepSeek-V3's, and also what transformers 5 writes into a Kimi-K2 that it saves: "
+        'if this is a Kimi-K2, add --json-model-override-args \'{"model_type": "kimi_k2"}\'. '
+    ),
+    "k3_dspark": "It is a draft for speculative decoding and no model of its own. ",
+}
+#: Names of one field: an override of any of them replaces them all.
+ALIASES = (("dtype", "torch_dtype"), ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def served_names() -> str:
     """Return the served architectures in words, for messages."""
-    return ", ".join(f"{architecture} (model_type {model_type})" for architecture, model_type in FAMILIES)
+    return ", ".join(
+        f"{architecture} (model_type {kind})" for architecture, kind in FAMILIES if (architecture, kind) in SERVED
+    )
 
 
-def load_spec(config: Any, *, source: str | None = None, overrides: Mapping[str, Any] | None = None) -> Spec:
-    """Return the frozen spec of ``config``.
+def load_spec(config: Any, *, source: str | None = None, overrides: Mapping[str, Any] | None = None) -> DecoderSpec:
+    """Return the frozen spec of ``config``, whether its model is served or not.
 
-    ``config`` is a path (config.json or its folder), a dict, or an object with ``to_dict`` (a transformers config of
-    any version). ``overrides`` are set on top, as ``--json-model-override-args`` does. Raises ConfigError.
+    ``config`` is whatever ``airlock.read_any`` takes, ``source`` what messages call it. ``overrides`` are set on top,
+    as ``--json-model-override-args`` does. Nothing passed in is changed. Raises ConfigError.
     """
-    values, name = _as_mapping(config)
-    fields = Fields(with_overrides(values, overrides or {}), source or name, as_published=name != OBJECT)
-    return FAMILIES[family_of(fields)](fields)
+    fields = _fields(config, source, overrides)
+    return FAMILIES[_family_of(fields)](fields)
+
+
+def load_served_spec(
+    config: Any, *, source: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> ServedSpec:
+    """Return ``load_spec`` of a config whose model is served; raise ConfigError for any other."""
+    fields = _fields(config, source, overrides)
+    spec = FAMILIES[_served_family_of(fields)](fields)
+    assert isinstance(spec, ServedSpec)
+    return spec
+
+
+def served_family(config: Any) -> Family:
+    """Return the (architecture, model_type) of ``config``; raise ConfigError unless its model is served."""
+    return _served_family_of(_fields(config, None, None))
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` changed as SGLang changes a config: rope is one mapping, whichever of its names is used."""
-    result = {**values, **overrides}
+    """Return ``values`` changed as SGLang changes a config.
+
+    Rope is one mapping, whichever of its names is used; what is meant for a nested config is merged into it.
+    """
+    replaced = {name for names in ALIASES if overrides.keys() & set(names) for name in names}
+    result = {name: value for name, value in values.items() if name not in replaced} | dict(overrides)
+    nested, stated = overrides.get("text_config"), values.get("text_config")
+    if isinstance(nested, Mapping) and isinstance(stated, Mapping):
+        result["text_config"] = with_overrides(stated, nested)
     changes = overrides.get("rope_parameters") or overrides.get("rope_scaling")
     if isinstance(changes, Mapping):  # anything else is refused where rope is read
-        stated = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+        rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
         if changes.keys() & {"rope_type", "type"}:
-            stated = {key: value for key, value in stated.items() if key not in ("rope_type", "type")}
-        result["rope_parameters"], result["rope_scaling"] = {**stated, **changes}, None
+            rope = {key: value for key, value in rope.items() if key not in ("rope_type", "type")}
+        result["rope_parameters"], result["rope_scaling"] = {**rope, **changes}, None
     return result
 
 
-def family_of(fields: Fields) -> tuple[str, str]:
-    """Return the (architecture, model_type) of ``fields``; raise ConfigError when it is not one that we serve."""
+def _fields(config: Any, source: str | None, overrides: Mapping[str, Any] | None) -> Fields:
+    raw = read_any(config)
+    values = with_overrides(raw.values, overrides or {})
+    return Fields(values, source or raw.source, as_published=raw.as_published)
+
+
+def _family_of(fields: Fields) -> Family:
     architectures = fields.optional("architectures") or []
     if not isinstance(architectures, list):
         raise fields.error("architectures", "a list is required")
@@ -62,38 +111,18 @@ def family_of(fields: Fields) -> tuple[str, str]:
     named = ", ".join(map(str, architectures)) or "absent"
     raise ConfigError(
         f"{fields.source}: architecture {named} with model_type {model_type!r} is not one that "
-        f"atom-plugin has. It has: {served_names()}. "
+        f"atom-plugin has. It has: {served_names()}. {NOT_OURS.get(model_type, '')}"
         "Drop `--model-impl atom` to serve it with SGLang's own model."
     )
 
 
-def _as_mapping(config: Any) -> tuple[Mapping[str, Any], str]:
-    if isinstance(config, (str, Path)):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read as a config: {error}") from error
-        return values, str(path)
-    if isinstance(config, Mapping):
-        return config, "config"
-    values = config.to_dict()
-    rope = values.get("rope_parameters")
-    if rope and "rope_type" in rope:  # SGLang keeps the older key beside it, and an override leaves it behind
-        values["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
-    return values, OBJECT
-
-
-def raw_config(model_path: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Return (where it was read, config.json as published) of a folder or a repo, before any class fills in defaults.
-
-    Raises ConfigError when there is none.
-    """
-    from transformers import PretrainedConfig
-
-    try:
-        values, _ = PretrainedConfig.get_config_dict(model_path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_path}: no config.json can be read: {error}") from error
-    return f"{model_path}/config.json", dict(values)
+def _served_family_of(fields: Fields) -> Family:
+    family = _family_of(fields)
+    if family not in SERVED:
+        architecture, model_type = family
+        raise ConfigError(
+            f"{fields.source}: atom-plugin reads configs of {architecture} with model_type {model_type!r}, but has no "
+            f"model for it yet. It has: {served_names()}. "
+            "Drop `--model-impl atom` to serve it with SGLang's own model."
+        )
+    return family

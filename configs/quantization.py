@@ -1,48 +1,235 @@
-"""quantization_config -> the one checkpoint quantisation that we serve, or an error that names it."""
+"""quantization_config -> how a checkpoint's linear layers are stored, in the names of our modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from atom_plugin.configs.fields import Fields
 
+#: Our modules that hold several linear layers of a checkpoint, which are quantised alike or refused.
+FUSED = {
+    "experts": ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+}
+#: Checkpoint prefix -> ours: a multimodal checkpoint keeps its text model under a name that ours does not have.
+TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+#: Modules of a multimodal checkpoint or of its draft layers, which the text model does not have.
+NOT_TEXT = ("vision_tower", "mm_projector", "model.visual", "visual", "mtp")
+OURS = ("model.", "lm_head")
+
+ESCAPED_DOT = r"\."
+ONE_EXPERT = re.compile(r"\bexperts\\?\.(\d|\\d|\[)")
+
 
 @dataclass(frozen=True, kw_only=True)
-class BlockFp8:
+class Quantization:
+    """Which linear layers are stored in a format, and which are left alone.
+
+    ``unquantized`` holds full names of our modules, each for itself and all inside of it, and ``re:`` patterns that
+    match from the start of a name.
+    """
+
+    unquantized: frozenset[str]
+
+    #: What a config has to say to mean this format, for messages; and modules that the format never covers.
+    stated_as: ClassVar[str]
+    never: ClassVar[frozenset[str]]
+
+    def covers(self, module: str) -> bool:
+        """Return whether ``module`` is stored in this format: a linear layer, or one of ours that holds several.
+
+        Raises ValueError where only some of those that it holds are.
+        """
+        parent, _, leaf = module.rpartition(".")
+        parts = [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, ())] or [module]
+        verdicts = {part: self._covers_one(part) for part in parts}
+        if len(set(verdicts.values())) > 1:
+            raise ValueError(f"{module} is quantised in part, which no kernel of ours can run: {verdicts}")
+        return verdicts[parts[0]]
+
+    def _covers_one(self, module: str) -> bool:
+        if module.rsplit(".", 1)[-1] in self.never:
+            return False
+        return not any(
+            re.match(name[3:], module) if name.startswith("re:") else module == name or module.startswith(f"{name}.")
+            for name in self.unquantized
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFp8(Quantization):
     """FP8 e4m3 weights with one fp32 ``weight_scale_inv`` per block, activations quantised at run time.
 
-    ``block`` is (rows, columns) of a weight ``[out_features, in_features]``; ``unquantized``: module names left alone.
+    ``block`` is (rows, columns) of a weight ``[out_features, in_features]``.
     """
 
     block: tuple[int, int]
-    unquantized: frozenset[str]
 
-    def covers(self, module: str) -> bool:
-        """Return whether the linear layer that the checkpoint calls ``module`` is stored in FP8."""
-        return module not in self.unquantized and module.rsplit(".", 1)[-1] not in {"lm_head", "gate", "embed_tokens"}
+    stated_as: ClassVar = "quant_method 'fp8' with weight_block_size [128, 128]"
+    never: ClassVar = frozenset({"lm_head", "gate", "embed_tokens"})
 
 
-def read_quantization(fields: Fields) -> BlockFp8 | None:
-    """Return the quantisation of ``fields``, None for none; raise ConfigError for any other than block FP8."""
-    raw = fields.optional("quantization_config")
-    if raw is None:
+@dataclass(frozen=True, kw_only=True)
+class PackedInt4(Quantization):
+    """Symmetric INT4 weights, eight to an int32, one scale per ``group_size`` columns; activations stay as they are."""
+
+    group_size: int
+
+    stated_as: ClassVar = "quant_method 'compressed-tensors' with format 'pack-quantized' (INT4, W4A16)"
+    never: ClassVar = frozenset({"gate", "embed_tokens"})  # no Linear layers, and those are the format's only target
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMxfp4(Quantization):
+    """MXFP4 weights: FP4 e2m1, two to a byte, one e8m0 scale per 32 columns; activations stay as they are."""
+
+    #: Linear layers that Kimi-K3's list leaves out and that SGLang's kimi_k3.py builds without quantisation
+    UNLISTED: ClassVar = {
+        "mlp_res_proj",
+        "output_attn_res_proj",
+        "routed_expert_down_proj",
+        "routed_expert_up_proj",
+        "self_attention_res_proj",
+    }
+
+    stated_as: ClassVar = "quant_method 'compressed-tensors' with format 'mxfp4-pack-quantized'"
+    never: ClassVar = PackedInt4.never | UNLISTED
+
+
+def read_quantization(fields: Fields, kinds: tuple[type[Quantization], ...]) -> Quantization | None:
+    """Return the quantisation of ``fields``, None for none; raise ConfigError for any that is not one of ``kinds``."""
+    if not fields.has("quantization_config"):
         return None
-    if not isinstance(raw, Mapping):
-        raise fields.error("quantization_config", "a mapping is required")
-    method = raw.get("quant_method")
-    block = raw.get("weight_block_size")
-    if method != "fp8" or not (isinstance(block, (list, tuple)) and list(block) == [128, 128]):
-        raise fields.error(
-            "quantization_config",
-            "accepted: none, or quant_method 'fp8' with weight_block_size [128, 128]; "
-            "drop `--model-impl atom` to serve this checkpoint with SGLang's own model",
-        )
-    for name, accepted in (("activation_scheme", (None, "dynamic")), ("fmt", (None, "e4m3"))):
-        if raw.get(name) not in accepted:
-            raise fields.error("quantization_config", f"{name} {raw[name]!r}: accepted is {accepted[1]!r}")
-    listed = {key: raw[key] for key in ("modules_to_not_convert", "ignored_layers") if raw.get(key)}
-    if len(listed) > 1 and len({tuple(sorted(names)) for names in listed.values()}) > 1:
+    raw = fields.nested("quantization_config")
+    stated = (str(raw.optional("quant_method")), str(raw.optional("format")))
+    kind = {
+        ("fp8", "None"): BlockFp8,
+        ("compressed-tensors", "pack-quantized"): PackedInt4,
+        ("compressed-tensors", "mxfp4-pack-quantized"): PackedMxfp4,
+    }.get(stated)
+    if kind not in kinds:
+        raise _refused(fields, kinds)
+    if kind is BlockFp8:
+        return _block_fp8(fields, raw, kinds)
+    return _packed_int4(raw) if kind is PackedInt4 else _packed_mxfp4(raw)
+
+
+def _refused(fields: Fields, kinds: tuple[type[Quantization], ...]) -> Exception:
+    accepted = ", or ".join(["none", *(kind.stated_as for kind in kinds)])
+    return fields.error(
+        "quantization_config",
+        f"accepted: {accepted}; drop `--model-impl atom` to serve this checkpoint with SGLang's own model",
+    )
+
+
+def _block_fp8(fields: Fields, raw: Fields, kinds: tuple[type[Quantization], ...]) -> BlockFp8:
+    if raw.optional("weight_block_size") != [128, 128]:
+        raise _refused(fields, kinds)
+    raw.only("activation_scheme", (None, "dynamic"))
+    raw.only("fmt", (None, "e4m3"))
+    listed = {name: _listed(raw, name) for name in ("modules_to_not_convert", "ignored_layers") if raw.has(name)}
+    if len(set(listed.values())) > 1:
         raise fields.error("quantization_config", "modules_to_not_convert and ignored_layers contradict each other")
-    names = next(iter(listed.values()), ())
-    return BlockFp8(block=(128, 128), unquantized=frozenset(names))
+    raw.refuse_unknown()
+    return BlockFp8(block=(128, 128), unquantized=next(iter(listed.values()), frozenset()))
+
+
+#: What compressed-tensors writes about weights of either packed format, and what each has of its own.
+PACKED: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "strategy": ("group",),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "actorder": (None,),
+    "block_structure": (None,),
+    "zp_dtype": (None,),
+}
+INT4 = {**PACKED, "type": ("int",), "scale_dtype": (None,)}
+MXFP4 = {**PACKED, "type": ("float",), "group_size": (32,), "scale_dtype": ("torch.uint8",)}
+
+
+def _packed_int4(raw: Fields) -> PackedInt4:
+    weights = _group_weights(raw, INT4)
+    group_size = weights.positive("group_size")
+    weights.refuse_unknown()
+    return PackedInt4(group_size=group_size, unquantized=_listed(raw, "ignore"))
+
+
+def _packed_mxfp4(raw: Fields) -> PackedMxfp4:
+    _group_weights(raw, MXFP4).refuse_unknown()
+    return PackedMxfp4(unquantized=_listed(raw, "ignore"))
+
+
+def _group_weights(raw: Fields, accepted: dict[str, tuple[Any, ...]]) -> Fields:
+    """Return the weights of the one group of layers, whose fields must be those ``accepted``."""
+    raw.exactly(("quantization_status",), "compressed")
+    for name in ("kv_cache_scheme", "global_compression_ratio"):
+        raw.only(name, (None,))
+    for name in ("sparsity_config", "transform_config"):
+        raw.only(name, (None, {}))
+    raw.require("ignore", list)
+    raw.reads("version")
+    groups = raw.nested("config_groups")
+    if len(groups.names()) != 1:
+        raise raw.error("config_groups", "one group of layers is accepted")
+    group = groups.nested(groups.names()[0])
+    group.only("targets", (["Linear"],))
+    group.only("input_activations", (None,))
+    group.only("output_activations", (None,))
+    group.only("format", (None, raw.optional("format")))
+    weights = group.nested("weights")
+    for name, values in accepted.items():
+        weights.only(name, values)
+    weights.reads("observer", "observer_kwargs")
+    for each in (raw, group):
+        each.refuse_unknown()
+    return weights
+
+
+def _listed(raw: Fields, name: str) -> frozenset[str]:
+    """Return the modules of list ``name`` in our spelling, without those that the text model does not have."""
+    if not raw.has(name):
+        return frozenset()
+    names = raw.require(name, list)
+    if not all(isinstance(one, str) for one in names):
+        raise raw.error(name, "a list of module names is required")
+    ours = {_our_spelling(one) for one in names if not _is_not_text(one)}
+    for one in ours:
+        if not one.startswith((*OURS, "re:model", "re:lm_head", "re:.*")):
+            raise raw.error(name, f"{one!r} is no full module name (model..., lm_head) and no pattern (re:.*...)")
+        if ONE_EXPERT.search(one):
+            raise raw.error(name, f"{one!r} names single experts, and those of a layer are stored alike")
+        if one.startswith("re:") and not _compiles(one[3:]):
+            raise raw.error(name, f"{one!r} is no regular expression")
+    return frozenset(ours)
+
+
+def _is_not_text(name: str) -> bool:
+    return _starts_with(name.removeprefix("re:").removeprefix(".*"), NOT_TEXT)
+
+
+def _starts_with(name: str, prefixes: Iterable[str]) -> bool:
+    plain = name.replace(ESCAPED_DOT, ".")
+    return any(plain == prefix or plain.startswith((f"{prefix}.", f"{prefix}*")) for prefix in prefixes)
+
+
+def _our_spelling(name: str) -> str:
+    head, rest = ("re:", name[3:]) if name.startswith("re:") else ("", name)
+    for prefix, ours in TEXT_PREFIXES.items():
+        for spelled in (prefix, prefix.replace(".", ESCAPED_DOT)):
+            if rest.startswith(spelled):
+                return head + ours + rest[len(spelled) :]
+    return name
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

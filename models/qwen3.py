@@ -15,7 +15,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from atom_plugin.configs import Qwen3Spec, load_spec
+from atom_plugin.configs import Qwen3Spec, load_served_spec
 from atom_plugin.layers.attention import QKNormAttention
 from atom_plugin.layers.embedding import make_embedding, make_lm_head
 from atom_plugin.layers.mlp import GatedMLP
@@ -120,7 +120,7 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.quant_config = quant_config
-        self.spec: Any = load_spec(config)
+        self.spec: Any = load_served_spec(config)
         self.model = self.body(self.spec, quant_config, f"{prefix}.model" if prefix else "model")
         self.lm_head = make_lm_head(self.spec, self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config)

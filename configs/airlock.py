@@ -1,0 +1,97 @@
+"""Airlock to transformers: every form that a config arrives in, as one plain mapping. Nothing passed in is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atom_plugin.configs.fields import ConfigError
+
+#: What messages call a config that came as an object, and one that came as a mapping.
+OBJECT = "hf_config"
+MAPPING = "config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raw:
+    """One config: its plain ``values``, what messages call it, and whether a class may have added fields of its own."""
+
+    values: dict[str, Any]
+    source: str
+    as_published: bool
+
+
+def read_any(config: Any) -> Raw:
+    """Return the fields of ``config`` as they are, in new containers.
+
+    Taken are a path (config.json or its folder), a mapping, an object with ``to_dict`` (a PretrainedConfig of any
+    version, a class of remote code), and an object that keeps one of these as ``hf_config`` (SGLang's ModelConfig).
+    Nested configs may be objects too. Raises ConfigError for anything else.
+    """
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        return _read_file(path / "config.json" if path.is_dir() else path)
+    if isinstance(config, Mapping):
+        return Raw(values=_plain(config), source=MAPPING, as_published=True)
+    if hasattr(config, "hf_config"):
+        return read_any(config.hf_config)
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(
+            f"{type(config).__name__} is no config: a path, a mapping, an object with to_dict, or one with hf_config "
+            "is required"
+        )
+    return Raw(values=_plain(config), source=OBJECT, as_published=False)
+
+
+def raw_config(model_path: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """Return (where it was read, config.json as published) of a folder or a repo, before any class fills in defaults.
+
+    No code of the repo runs, whatever its auto_map says. Raises ConfigError when there is none.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        values, _ = PretrainedConfig.get_config_dict(model_path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_path}: no config.json can be read: {error}") from error
+    if not values:  # what some versions return for a folder without one
+        raise ConfigError(f"{model_path}: no config.json can be read: there is none")
+    source = f"{model_path}/config.json"
+    return source, _mapping(values, source)
+
+
+def _read_file(path: Path) -> Raw:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # ValueError: neither JSON nor UTF-8
+        raise ConfigError(f"{path}: cannot be read as a config: {error}") from error
+    return Raw(values=_mapping(values, str(path)), source=str(path), as_published=True)
+
+
+def _mapping(values: Any, source: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: cannot be read as a config: it holds a {type(values).__name__}, no mapping")
+    return _plain(values)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy in which objects that can turn into mappings have done so, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if not hasattr(value, "to_dict"):
+        return value
+    stated = dict(value.to_dict())
+    for name, held in vars(value).items():
+        # to_dict writes the model_type of the class, and drops what --json-model-override-args has set
+        if name == "model_type" or hasattr(held, "to_dict"):
+            stated[name] = held
+    rope = stated.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_type" in rope:
+        # SGLang keeps the older key beside it, and an override leaves it behind
+        stated["rope_parameters"] = {key: item for key, item in rope.items() if key != "type"}
+    return _plain(stated)

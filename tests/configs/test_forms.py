@@ -1,0 +1,149 @@
+"""One loader for every form of a config: file, mapping, transformers object, remote-code class, ModelConfig."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from atom_plugin.configs import ConfigError, load_spec, raw_config
+from tests.configs import fixtures
+from tests.configs.goldens import GOLDENS
+
+QWEN3 = [name for name in fixtures.understood() if name.startswith("Qwen--Qwen3-")]
+
+
+class RemoteConfig:
+    """A config class as remote code has them: whatever is given becomes an attribute, nested configs are objects."""
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, RemoteConfig(**value) if name == "text_config" else value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes, nested objects as they are."""
+        return dict(vars(self))
+
+
+@pytest.mark.parametrize("name", fixtures.understood())
+def test_remote_code_class_and_model_config(name: str) -> None:
+    """An object with to_dict, its text_config another object, and an object that keeps it as hf_config."""
+    config = RemoteConfig(**fixtures.read(name))
+    golden = GOLDENS[name.removesuffix(".v5")]
+    before = copy.deepcopy(fixtures.read(name))
+    assert load_spec(config) == golden
+    assert load_spec(SimpleNamespace(hf_config=config, hf_text_config=None)) == golden
+    after = {key: vars(value) if isinstance(value, RemoteConfig) else value for key, value in vars(config).items()}
+    assert after == before
+
+
+@pytest.mark.parametrize("name", fixtures.understood())
+def test_mapping_with_a_text_config_object(name: str) -> None:
+    """A mapping may hold a nested object as well."""
+    values = fixtures.read(name)
+    if "text_config" in values:
+        values["text_config"] = RemoteConfig(**values["text_config"])
+    assert load_spec(values) == GOLDENS[name.removesuffix(".v5")]
+
+
+@pytest.mark.parametrize("name", fixtures.understood())
+def test_the_mapping_stays_as_it_is(name: str) -> None:
+    """Nested values included, with overrides and without."""
+    values = fixtures.read(name)
+    changes: dict[str, Any] = {"rms_norm_eps": 1e-4}
+    overrides = {"text_config": changes} if "text_config" in values else changes
+    assert load_spec(values, overrides=overrides) == replace(load_spec(values), rms_norm_eps=1e-4)
+    assert overrides in ({"text_config": {"rms_norm_eps": 1e-4}}, {"rms_norm_eps": 1e-4})
+    assert values == fixtures.read(name)
+
+
+@pytest.mark.parametrize("name", fixtures.understood())
+def test_plain_pretrained_config(name: str) -> None:
+    """transformers' base class takes any fields, whatever families this version knows; it is not changed."""
+    config = PretrainedConfig()
+    for field, value in fixtures.read(name).items():
+        setattr(config, field, value)
+    before = copy.deepcopy(vars(config))
+    assert load_spec(config) == GOLDENS[name.removesuffix(".v5")]
+    assert vars(config) == before
+
+
+@pytest.mark.parametrize("name", QWEN3)
+def test_transformers_own_class(name: str) -> None:
+    """Every supported version has the classes of Qwen3; the object is not changed."""
+    loaded = AutoConfig.from_pretrained(fixtures.path(name))
+    before = copy.deepcopy(vars(loaded))
+    assert load_spec(loaded) == GOLDENS[name.removesuffix(".v5")]
+    assert vars(loaded) == before
+
+
+def test_an_override_of_model_type_that_to_dict_forgets() -> None:
+    """transformers writes the model_type of the class; --json-model-override-args sets that of the object."""
+    values = fixtures.read("moonshotai--Kimi-K2-Instruct.v5")
+    loaded = AutoConfig.for_model(values.pop("model_type"), **values)
+    assert loaded.to_dict()["model_type"] == "deepseek_v3"
+    with pytest.raises(ConfigError, match=r"^hf_config: .* 'deepseek_v3' is not one"):
+        load_spec(loaded)
+    loaded.model_type = "kimi_k2"
+    assert loaded.to_dict()["model_type"] == "deepseek_v3"
+    assert load_spec(loaded) == GOLDENS["moonshotai--Kimi-K2-Instruct"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "field", "value"),
+    [
+        ("Qwen--Qwen3-8B", {"dtype": "float16"}, "dtype", "float16"),
+        ("Qwen--Qwen3-8B.v5", {"torch_dtype": "float16"}, "dtype", "float16"),
+        ("Qwen--Qwen3-30B-A3B.v5", {"num_experts": 64}, "num_experts", 64),
+        ("moonshotai--Kimi-K2.5", {"text_config": {"num_hidden_layers": 2}}, "num_hidden_layers", 2),
+    ],
+)
+def test_overrides(name: str, overrides: dict[str, Any], field: str, value: Any) -> None:
+    """Under any of a field's names, and merged into a nested config."""
+    assert vars(load_spec(fixtures.path(name), overrides=overrides))[field] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read as a config"),
+        ("{", "cannot be read as a config"),
+        ("[1, 2]", "cannot be read as a config: it holds a list, no mapping"),
+        ('"qwen3"', "cannot be read as a config: it holds a str, no mapping"),
+        ("null", "cannot be read as a config: it holds a NoneType, no mapping"),
+    ],
+)
+def test_a_file_that_is_none(text: str | None, message: str, tmp_path: Path) -> None:
+    """Absent, damaged, or JSON of another kind: the message names the path."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_spec(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """A binary file is no config either."""
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as a config"):
+        load_spec(tmp_path)
+
+
+def test_an_object_that_is_no_config() -> None:
+    """Not a silent empty one."""
+    with pytest.raises(ConfigError, match="SimpleNamespace is no config: a path, a mapping"):
+        load_spec(SimpleNamespace(hidden_size=1))
+
+
+def test_raw_config_of_a_launch(tmp_path: Path) -> None:
+    """What a launch reads before any class: the file as it is, or an error that names the place."""
+    with pytest.raises(ConfigError, match=r"no config\.json can be read"):
+        raw_config(str(tmp_path), None)
+    (tmp_path / "config.json").write_text(json.dumps(fixtures.read("Qwen--Qwen3-8B")))
+    assert raw_config(str(tmp_path), None) == (f"{tmp_path}/config.json", fixtures.read("Qwen--Qwen3-8B"))

@@ -1,0 +1,56 @@
+"""The config objects that SGLang builds, without remote code, give the spec of the file. Needs SGLang."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.utils.hf_transformers_utils import get_config
+
+from atom_plugin.configs import load_spec
+from tests.configs import fixtures
+from tests.configs.goldens import GOLDENS
+
+
+def folder_of(name: str, tmp_path: Path) -> str:
+    """Return a folder that holds the config and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(fixtures.read(name)))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", fixtures.understood())
+def test_config_object(name: str, tmp_path: Path) -> None:
+    """SGLang's own classes add defaults and spread the text model's fields; the spec is that of the file."""
+    config = get_config(folder_of(name, tmp_path), trust_remote_code=False)
+    before = copy.deepcopy(config.to_dict())
+    assert load_spec(config) == GOLDENS[name.removesuffix(".v5")]
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("name", fixtures.NEED_OVERRIDE)
+def test_resaved_kimi_k2(name: str, tmp_path: Path) -> None:
+    """With the override of the refusal."""
+    folder = folder_of(name, tmp_path)
+    config = get_config(folder, trust_remote_code=False, model_override_args=fixtures.OVERRIDE)
+    assert load_spec(config) == GOLDENS[name.removesuffix(".v5")]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("Qwen--Qwen3-30B-A3B", {}),
+        ("moonshotai--Kimi-K2-Instruct", {}),
+        ("moonshotai--Kimi-K2-Instruct.v5", fixtures.OVERRIDE),
+        ("moonshotai--Kimi-Linear-48B-A3B-Instruct", {}),
+    ],
+)
+def test_model_config(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """A launch's ModelConfig, whose hf_config is what a model class gets."""
+    model_config = ModelConfig(
+        folder_of(name, tmp_path), trust_remote_code=False, model_override_args=json.dumps(overrides)
+    )
+    assert load_spec(model_config) == load_spec(model_config.hf_config) == GOLDENS[name.removesuffix(".v5")]
