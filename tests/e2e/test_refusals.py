@@ -86,6 +86,26 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
         [],
         ["Qwen3MoeForCausalLM with model_type 'qwen3'", "Qwen3MoeForCausalLM (model_type qwen3_moe)"],
     ),
+    "Kimi-K2, which has no model yet": (
+        become("moonshotai--Kimi-K2-Instruct"),
+        [],
+        ["reads configs of DeepseekV3ForCausalLM with model_type 'kimi_k2', but has no model for it yet"],
+    ),
+    "Kimi-K2 that transformers 5 has saved": (
+        become("moonshotai--Kimi-K2-Instruct.v5"),
+        [],
+        ["with model_type 'deepseek_v3'", """--json-model-override-args '{"model_type": "kimi_k2"}'"""],
+    ),
+    "the same with the override": (
+        become("moonshotai--Kimi-K2-Instruct.v5"),
+        ["--json-model-override-args", '{"model_type": "kimi_k2"}'],
+        ["reads configs of DeepseekV3ForCausalLM with model_type 'kimi_k2', but has no model for it yet"],
+    ),
+    "rope of another kind": (
+        with_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, rope_theta=None),
+        [],
+        ["rope type 'dynamic' is not served", "Served: default, linear, llama3, yarn"],
+    ),
     "missing tensor": (
         with_tensors(lambda tensors: tensors.pop(ATTENTION)),
         [],

@@ -104,9 +104,20 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ((str(MOE), "--page-size", "3"), "--page-size 3: use a power of two"),
         ((str(MOE), "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: use one of"),
         ((str(CONFIGS / "deepseek-ai--DeepSeek-V3.json"),), "with model_type 'deepseek_v3' is not one that"),
+        (
+            (str(CONFIGS / "moonshotai--Kimi-K2-Instruct.json"),),
+            "reads configs of DeepseekV3ForCausalLM with model_type 'kimi_k2', but has no model for it yet",
+        ),
         (("/nowhere",), "/nowhere: cannot be read as a config"),
     ],
 )
 def test_what_cannot_be_explained(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", *arguments, "--arch", "gfx942"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", '["Qwen3ForCausalLM"]', "7", "null"])
+def test_json_that_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["explain", str(tmp_path), "--arch", "gfx942"]) == 2
+    assert f"atom-plugin explain: {tmp_path}/config.json: cannot be read as a config" in capsys.readouterr().err
