@@ -49,7 +49,7 @@ def lint() -> int:
 def host(version: str, *, whole: bool) -> int:
     """Kits, backend tests and one server on another SGLang; ``whole``: registration, platform and refusals as well."""
     folders = [unpacked(requirement) for requirement in (*HOSTS[version], f"sglang=={version}")]
-    env = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))}
     found = subprocess.run(
         [sys.executable, "-c", "import sglang; print(sglang.__version__)"], env={**os.environ, **env}, text=True,
         capture_output=True, check=True,
