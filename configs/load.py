@@ -87,7 +87,8 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
         result["text_config"] = with_overrides(stated, nested)
     changes = overrides.get("rope_parameters") or overrides.get("rope_scaling")
     if isinstance(changes, Mapping):  # anything else is refused where rope is read
-        rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+        held = [values.get(name) for name in ("rope_scaling", "rope_parameters")]
+        rope = {key: value for one in held if isinstance(one, Mapping) for key, value in one.items()}
         if changes.keys() & {"rope_type", "type"}:
             rope = {key: value for key, value in rope.items() if key not in ("rope_type", "type")}
         result["rope_parameters"], result["rope_scaling"] = {**rope, **changes}, None
@@ -102,13 +103,13 @@ def _fields(config: Any, source: str | None, overrides: Mapping[str, Any] | None
 
 def _family_of(fields: Fields) -> Family:
     architectures = fields.optional("architectures") or []
-    if not isinstance(architectures, list):
-        raise fields.error("architectures", "a list is required")
+    if not isinstance(architectures, list) or not all(isinstance(one, str) for one in architectures):
+        raise fields.error("architectures", "a list of names is required")
     model_type = fields.require("model_type", str)
     for architecture in architectures:
         if (architecture, model_type) in FAMILIES:
             return architecture, model_type
-    named = ", ".join(map(str, architectures)) or "absent"
+    named = ", ".join(architectures) or "absent"
     raise ConfigError(
         f"{fields.source}: architecture {named} with model_type {model_type!r} is not one that "
         f"atom-plugin has. It has: {served_names()}. {NOT_OURS.get(model_type, '')}"

@@ -70,7 +70,8 @@ def test_rope(changes: dict[str, Any], rope: RopeSpec) -> None:
         ({"rope_theta": float("inf")}, "field 'rope_theta' is inf: it must lie between"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a finite number"),
         ({"rms_norm_eps": 1000.0}, "field 'rms_norm_eps' is 1000.0: it must lie between"),
-        ({"architectures": "Qwen3MoeForCausalLM"}, "a list is required"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "a list of names is required"),
+        ({"architectures": [["Qwen3MoeForCausalLM"]]}, "a list of names is required"),
         ({"is_causal": False, "swiglu_limit": 7}, "unknown fields (is_causal, swiglu_limit)"),
         ({"num_experts": None}, "field 'num_experts' is absent: it is required, as int"),
         ({"num_local_experts": 64}, "field 'num_experts' is 128: it contradicts 'num_local_experts' = 64"),
@@ -138,6 +139,11 @@ def test_the_documented_yarn_override(form: str, name: str) -> None:
     """The override of the model card, over both forms of a file, is the same as the file with it."""
     spec = load_spec(fixtures.path(f"Qwen--Qwen3-30B-A3B{form}"), overrides={name: YARN_FILE})
     assert spec.rope == load_spec(config(rope_scaling=YARN_FILE)).rope
+
+
+def test_an_override_of_what_is_no_mapping() -> None:
+    """It takes the place of an odd value, as SGLang lets it."""
+    assert load_spec(config(rope_scaling="yarn"), overrides={"rope_scaling": YARN_FILE}).rope.rope_type == "yarn"
 
 
 def test_an_override_that_is_no_mapping() -> None:
