@@ -10,14 +10,15 @@ a launch that asks for us is checked. A scheduler process has imported SGLang's 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from atom_plugin import host, platform
+from atom_plugin import host, platform, settings
 from atom_plugin.hooks import Hook, HookError, install
+
+logger = logging.getLogger(__name__)
 
 NAME = "atom"
 
@@ -27,6 +28,12 @@ BUILDS_MODELS = {"sglang.srt.managers.scheduler", "sglang.srt.model_loader.utils
 #: Whether SGLang has called ``register`` in this process, and whether all that it does has taken.
 loaded = False
 complete = False
+
+#: What a launch that asks for us is told while ``complete`` is False.
+why_incomplete = (
+    "atom-plugin failed to load in this process; the reason is logged above (`atom-plugin doctor` shows it again). "
+    "Mend it, or launch without atom."
+)
 
 
 class LaunchRefused(SystemExit, ValueError):
@@ -46,10 +53,7 @@ def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
     asked = host.asks_for(server_args, NAME) if complete else host.asks_in_so_many_words(server_args, NAME)
     if asked:
         if not complete:
-            raise LaunchRefused(
-                f"{' and '.join(asked)}: atom-plugin failed to load in this process; the reason is logged above "
-                "(`atom-plugin doctor` shows it again). Mend it, or launch without atom."
-            )
+            raise LaunchRefused(f"{' and '.join(asked)}: {why_incomplete}")
         prepare_serving()
         from atom_plugin.refusals import refuse_launch
 
@@ -61,7 +65,7 @@ def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> 
     if model_config.model_impl != NAME:
         return original(model_config)
     if not complete:
-        raise LaunchRefused("--model-impl atom: atom-plugin failed to load in this process; the reason is logged above")
+        raise LaunchRefused(f"--model-impl atom: {why_incomplete}")
     from atom_plugin.resolve import our_model_architecture
 
     return our_model_architecture(model_config)
@@ -86,7 +90,11 @@ MODEL = Hook(
 
 
 def register() -> None:
-    """Make ``atom`` known to SGLang in this process; raises HookError where SGLang has changed under us."""
+    """Make ``atom`` known to SGLang in this process.
+
+    Raises HookError where SGLang has changed under us or is outside of the supported range, ValueError for a malformed
+    ATOM_PLUGIN_ALLOW_SGLANG.
+    """
     global loaded, complete
     loaded = True
     try:
@@ -96,14 +104,25 @@ def register() -> None:
             raise SystemExit(f"{error} Launch without atom, or with a supported SGLang.") from error
         install([MODEL])  # without the gate it refuses atom where the model is looked up, --config and Engine included
         raise
-    if not SpecifierSet(host.SUPPORTED_SGLANG).contains(host.sglang_version(), prereleases=True):
-        raise HookError(f"atom-plugin supports SGLang {host.SUPPORTED_SGLANG}, this is {host.sglang_version()}")
+    _check_version()
     install([platform.DEVICE])
     if BUILDS_MODELS & sys.modules.keys():
         prepare_serving()
     host.add_attention_backend_choice(NAME)
     host.make_default_attention_backend(NAME, model_impl=NAME)
     complete = True
+
+
+def _check_version() -> None:
+    global why_incomplete
+    reason = host.why_not_version()
+    if not reason:
+        return
+    if settings.ALLOW_SGLANG.get():
+        logger.warning("%s: %s", reason, host.allowed_all_the_same())
+        return
+    why_incomplete = f"{reason}. {host.what_to_do_about_version()}, or launch without atom."
+    raise HookError(why_incomplete)
 
 
 def prepare_serving() -> None:
