@@ -13,8 +13,9 @@ from atom_plugin import aiter_lib
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, why_not_backend
 from atom_plugin.attention.tables import AttendKey, LayerProblems, forced_rows, modes_of
-from atom_plugin.configs import ServedSpec, load_served_spec
+from atom_plugin.configs import ConfigError, ServedSpec, load_served_spec
 from atom_plugin.dispatch import Table
+from atom_plugin.layers.rope import why_not_rope
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -109,6 +110,9 @@ def _choice(mode: str, table: Table[Any], problem: Any, forced: str | None) -> C
 def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bool]:
     """Return (the choices as text or JSON, whether every op and mode has a row) for ``model``, a folder or a config."""
     spec = load_served_spec(model)
+    problems = why_not_rope(spec.rope)
+    if problems:
+        raise ConfigError(f"{model}: {'; '.join(problems)}")
     choices = explain(spec, plan)
     served = all(choice.row for choice in choices)
     if as_json:

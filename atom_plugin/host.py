@@ -46,9 +46,8 @@ def what_to_do_about_version() -> str:
 
 
 def allowed_all_the_same() -> str:
-    """Return what is done about an unsupported SGLang that the user allows, and by whose names it is called."""
-    taken_for = max((version for version in TESTED_SGLANG if since(version)), key=Version, default=TESTED_SGLANG[0])
-    return f"it is served because {settings.ALLOW_SGLANG.name}=1, untested, as if it were {taken_for}"
+    """Return what is done about an unsupported SGLang that the user allows."""
+    return f"it is served because {settings.ALLOW_SGLANG.name}=1, untested"
 
 
 def attention_tp_group() -> dict[str, object]:

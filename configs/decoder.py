@@ -73,6 +73,7 @@ def text_of(fields: Fields, model_types: tuple[str, ...]) -> Fields:
     text = fields.nested("text_config").inheriting(fields, EITHER_LEVEL)
     text.only("model_type", model_types)
     fields.reads(*BESIDE_TEXT)
+    fields.refuse(NOT_COMPUTED)
     fields.refuse_unknown()
     return text
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from atom_plugin.configs.airlock import read_any
 from atom_plugin.configs.decoder import DecoderSpec
+from atom_plugin.configs.experts import EXPERTS
 from atom_plugin.configs.fields import ConfigError, Fields
 from atom_plugin.configs.kimi_k2 import read_kimi_k2, read_kimi_k25
 from atom_plugin.configs.kimi_k3 import read_kimi_k3
@@ -40,7 +41,10 @@ NOT_OURS = {
     "k3_dspark": "It is a draft for speculative decoding and no model of its own. ",
 }
 #: Names of one field: an override of any of them replaces them all.
-ALIASES = (("dtype", "torch_dtype"), ("num_experts", "num_local_experts", "n_routed_experts"))
+ALIASES = (("dtype", "torch_dtype"), EXPERTS)
+
+#: The older and the newer name of the mapping that scales rope.
+ROPE = ("rope_scaling", "rope_parameters")
 
 
 def served_names() -> str:
@@ -76,10 +80,13 @@ def served_family(config: Any) -> Family:
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` changed as SGLang changes a config.
+    """Return ``values`` with ``overrides`` on top; raise ConfigError where they name rope twice, and differently.
 
-    Rope is one mapping, whichever of its names is used; what is meant for a nested config is merged into it.
+    Rope is one mapping, whichever of its names is used; what is meant for a nested config is merged into it. A launch
+    holds the result against the object that SGLang made of the same overrides.
     """
+    if all(overrides.get(name) is not None for name in ROPE) and overrides[ROPE[0]] != overrides[ROPE[1]]:
+        raise ConfigError(f"overrides: {ROPE[0]!r} and {ROPE[1]!r} contradict each other: give one of them")
     replaced = {name for names in ALIASES if overrides.keys() & set(names) for name in names}
     result = {name: value for name, value in values.items() if name not in replaced} | dict(overrides)
     nested, stated = overrides.get("text_config"), values.get("text_config")
@@ -87,7 +94,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
         result["text_config"] = with_overrides(stated, nested)
     changes = overrides.get("rope_parameters") or overrides.get("rope_scaling")
     if isinstance(changes, Mapping):  # anything else is refused where rope is read
-        held = [values.get(name) for name in ("rope_scaling", "rope_parameters")]
+        held = [values.get(name) for name in ROPE]
         rope = {key: value for one in held if isinstance(one, Mapping) for key, value in one.items()}
         if changes.keys() & {"rope_type", "type"}:
             rope = {key: value for key, value in rope.items() if key not in ("rope_type", "type")}

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 
 from atom_plugin.configs.fields import Fields
 
+EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
+#: More experts than any layer has: a pattern has to say the same of all of them.
+MOST_EXPERTS = 1024
 #: Our modules that hold several linear layers of a checkpoint, which are quantised alike or refused.
 FUSED = {
-    "experts": ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
+    "experts": tuple(f"experts.0.{name}" for name in EXPERT_LAYERS),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -46,10 +49,16 @@ class Quantization:
         Raises ValueError where only some of those that it holds are.
         """
         parent, _, leaf = module.rpartition(".")
-        parts = [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, ())] or [module]
+        held = FUSED.get(leaf, ())
+        if leaf == "experts" and any(name.startswith("re:") for name in self.unquantized):
+            held = tuple(f"experts.{index}.{name}" for index in range(MOST_EXPERTS) for name in EXPERT_LAYERS)
+        parts = [f"{parent}.{part}" if parent else part for part in held] or [module]
         verdicts = {part: self._covers_one(part) for part in parts}
         if len(set(verdicts.values())) > 1:
-            raise ValueError(f"{module} is quantised in part, which no kernel of ours can run: {verdicts}")
+            some = [next(part for part, verdict in verdicts.items() if verdict is one) for one in (True, False)]
+            raise ValueError(
+                f"{module} is quantised in part, which no kernel of ours can run: {some[0]} is, {some[1]} is not"
+            )
         return verdicts[parts[0]]
 
     def _covers_one(self, module: str) -> bool:

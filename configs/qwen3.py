@@ -106,7 +106,8 @@ def read_qwen3_moe(fields: Fields) -> Qwen3MoeSpec:
     layers = fields.positive("num_hidden_layers")
     experts = fields.positive(*EXPERTS)
     step = fields.positive("decoder_sparse_step")
-    listed = fields.optional("mlp_only_layers") or []
+    listed = fields.optional("mlp_only_layers")
+    listed = [] if listed is None else listed
     if not isinstance(listed, list) or not all(type(index) is int and 0 <= index < layers for index in listed):
         raise fields.error("mlp_only_layers", f"layer indices below {layers} are required")
     fields.reads("output_router_logits", "router_aux_loss_coef")

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import transformers_venvs
-from wheels import unpacked
+from wheels import DownloadError, unpacked
 
 REPO = Path(__file__).parents[1]
 #: What an older SGLang needs in front of the installed environment: the versions that it pins and cannot do without.
@@ -52,7 +52,7 @@ def host(version: str, *, whole: bool) -> int:
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))}
     found = subprocess.run(
         [sys.executable, "-c", "import sglang; print(sglang.__version__)"], env={**os.environ, **env}, text=True,
-        capture_output=True, check=True,
+        stdout=subprocess.PIPE, check=True,
     ).stdout.split()[-1]  # fmt: skip
     if found != version:
         print(f"wanted SGLang {version} on the path, found {found}")
@@ -62,7 +62,18 @@ def host(version: str, *, whole: bool) -> int:
 
 
 def part(name: str) -> tuple[int, str]:
-    """Run one part; return its exit status and what there is to say about it beside that."""
+    """Run one part; return its exit status and what there is to say about it beside that.
+
+    What a part cannot prepare (a download, an environment) fails that part, and the others still run.
+    """
+    try:
+        return run_part(name)
+    except (subprocess.CalledProcessError, DownloadError) as error:
+        return 1, str(error)
+
+
+def run_part(name: str) -> tuple[int, str]:
+    """Run one part as ``part`` does, and raise what it could not prepare."""
     kind, _, version = name.partition(":")
     if kind == "transformers":
         return transformers_venvs.run(version)

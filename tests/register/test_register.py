@@ -205,18 +205,6 @@ def test_the_supported_range(version: str, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
-@pytest.mark.parametrize(
-    ("version", "taken_for"),
-    [("0.0.0.dev1", "0.5.17"), ("0.5.23.dev7+g1a2b3c", "0.5.21"), ("0.5.24", "0.5.23"), ("0.10.0", "0.5.23")],
-)
-def test_what_an_allowed_version_is_taken_for(version: str, taken_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest tested release that is not newer, and the oldest where there is none: what ``since`` decides by."""
-    host.since.cache_clear()
-    monkeypatch.setattr(host, "sglang_version", lambda: version)
-    assert host.allowed_all_the_same().endswith(f"=1, untested, as if it were {taken_for}")
-    host.since.cache_clear()
-
-
 def fake(version: str) -> str:
     """Return code that loads the plugins under an SGLang that calls itself ``version``."""
     return f"""
