@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from atom_plugin.configs import ConfigError, DecoderSpec, load_spec
 from atom_plugin.configs.fields import GENERIC_FIELDS, NOT_COMPUTED
@@ -155,11 +155,3 @@ def test_a_kimi_k2_in_the_form_of_transformers_5(name: str, tmp_path: Path) -> N
         assert all(NEW_FORM_IN_4 in message for message in messages.values()), messages
     else:
         assert specs(forms, fixtures.OVERRIDE) == dict.fromkeys(forms, golden(name))
-
-
-@pytest.mark.parametrize("name", KIMI_K2)
-def test_auto_config_asks_for_remote_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why a Kimi-K2 goes the other ways: without trust_remote_code AutoConfig refuses it, and nothing of it runs."""
-    monkeypatch.setattr("builtins.input", lambda *question: "n")
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        AutoConfig.from_pretrained(fixtures.path(name))
