@@ -66,6 +66,24 @@ def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
             return backend
 
 
+def is_capturing_prefill() -> bool:
+    """Return whether a prefill graph is being captured or replayed, in which attention keeps to one form."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager import (
+        is_in_tc_piecewise_cuda_graph,
+    )
+
+    return is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
+
+
+def plan_prefix_chunks(backend: Any, forward_batch: Any) -> None:
+    """Let the backend of ``forward_batch`` plan for the prefix chunks that SGLang has cut, where it has to plan."""
+    backend = attention_backend_for(backend, forward_batch.forward_mode)
+    plan = getattr(backend, "init_mha_chunk_metadata", None)
+    if plan is not None:
+        plan(forward_batch)
+
+
 def num_real_tokens(forward_batch: Any) -> int | None:
     """Return how many of the batch's tokens are real where MLP sync padded it; None where nobody counted."""
     if since("0.5.21"):
