@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +101,59 @@ def test_the_oracle_is_peaky_and_its_router_decided(models: tuple[DeepseekV3ForC
     print(f"likeliest key {late.mean():.2f}, margin of the router {router_margins(oracle).min():.1e}")
     assert late.mean() > 0.25
     assert router_margins(oracle).min() > 1e-6
+
+
+def with_bias_in_the_weights(model: KimiK2ForCausalLM) -> None:
+    for layer in model.model.layers[1:]:
+        original = layer.mlp.gate.forward
+        layer.mlp.gate.forward = lambda hidden, layer=layer, original=original: (
+            (original(hidden).sigmoid() + layer.mlp.gate.e_score_correction_bias).clamp(1e-4, 0.9999).logit()
+        )
+        layer.mlp.gate.e_score_correction_bias.data = torch.zeros_like(layer.mlp.gate.e_score_correction_bias)
+        layer.mlp.topk.topk_config.correction_bias = layer.mlp.gate.e_score_correction_bias
+
+
+def with_the_factor_twice(model: KimiK2ForCausalLM) -> None:
+    model.model.layers[2].mlp.routed_scaling_factor **= 2
+
+
+def without_mscale(model: KimiK2ForCausalLM) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attn_mqa.scaling = layer.self_attn.attn_mha.scaling = model.spec.qk_head_dim**-0.5
+
+
+def with_halves_turning(model: KimiK2ForCausalLM) -> None:
+    model.model.layers[0].self_attn.rotary_emb.is_neox_style = True
+
+
+def without_shared_experts(model: KimiK2ForCausalLM) -> None:
+    model.model.layers[1].mlp.shared_experts.down_proj.weight.data.zero_()
+
+
+def with_another_norm(model: KimiK2ForCausalLM) -> None:
+    model.model.layers[2].self_attn.kv_a_layernorm.weight.data.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        with_bias_in_the_weights,
+        with_the_factor_twice,
+        without_mscale,
+        with_halves_turning,
+        without_shared_experts,
+        with_another_norm,
+    ],
+)
+def test_a_planted_fault_shows(fault: Callable[[KimiK2ForCausalLM], None]) -> None:
+    """Each is far above what is tolerated."""
+    oracle, ours = pair()
+    rotary = ours.model.layers[0].self_attn.rotary_emb  # SGLang hands the same one to every model
+    fault(ours)
+    ids = tokens(29, 8)
+    (got,) = World(ours).extend({0: ids})
+    rotary.is_neox_style = False
+    assert largest(got, wanted(oracle, ids)) > 100 * LARGEST
 
 
 def router_margins(oracle: DeepseekV3ForCausalLM) -> torch.Tensor:
