@@ -136,7 +136,9 @@ class KimiK2ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.quant_config = quant_config
-        self.spec: Any = load_served_spec(config)
+        spec = load_served_spec(config)
+        assert isinstance(spec, KimiK2Spec)
+        self.spec = spec
         # quantisation is told by the checkpoint's names
         names = f"{prefix}.{self.checkpoint_prefix}" if prefix else self.checkpoint_prefix
         self.model = KimiK2Model(self.spec, quant_config, f"{names}model")
