@@ -234,29 +234,26 @@ def configurations(rows: int) -> list[Config]:
     """Return what the sweep tries for so many rows of a program: (keys, warps, stages, at a time)."""
     shapes = {
         16: [
-            (32, 4, 2, 4),
             (32, 4, 3, 2),
-            (32, 8, 3, 1),
+            (32, 4, 4, 2),
             (32, 4, 4, 1),
             (32, 4, 5, 1),
             (16, 4, 4, 2),
-            (16, 2, 4, 3),
             (64, 4, 2, 2),
-            (64, 8, 2, 2),
+            (64, 4, 3, 1),
             (64, 8, 3, 1),
         ],
         32: [
+            (32, 4, 3, 1),
             (32, 8, 3, 1),
-            (32, 8, 2, 2),
             (32, 8, 4, 1),
             (64, 8, 2, 1),
+            (64, 8, 3, 1),
         ],
         64: [
-            (32, 8, 2, 1),
             (32, 8, 3, 1),
+            (32, 8, 4, 1),
             (64, 8, 2, 1),
-            (16, 8, 4, 1),
-            (16, 8, 3, 1),
         ],
     }
     names = ("keys", "warps", "stages", "per_multiprocessor")
@@ -285,7 +282,10 @@ def sweep() -> None:
         (Work(heads=12, q_len=1, context=8192, batch=1), (16,)),
         (Work(heads=12, q_len=1, context=8192, batch=16, page_size=1), (16,)),
         (Work(heads=12, q_len=1, context=8192, batch=16, kv_dtype=torch.float8_e4m3fn), (16,)),
+        (Work(heads=12, q_len=4, context=8192, batch=16, kv_dtype=torch.float8_e4m3fn), (16, 32, 64)),
+        (Work(heads=8, q_len=4, context=8192, batch=16), (16, 32, 64)),
         (Work(heads=12, q_len=4, context=8192, batch=16), (16, 32, 64)),
+        (Work(heads=12, q_len=8, context=8192, batch=16), (32, 64)),
         (Work(heads=128, q_len=1, context=8192, batch=16), (32, 64)),
     ]
     launches = [(work, list(launches_of(work, rows))) for work, rows in cells]

@@ -19,7 +19,9 @@ _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
 # where a row has seen no key yet; finite, so that exp2(-inf - lowest) is 0 and exp2(lowest - lowest) is no NaN
 _LOWEST = tl.constexpr(-1e30)
-_REDUCED_AT_ONCE = 16
+_REDUCED_AT_ONCE = 64
+#: Chips where the reduction is launched while the splits run and waits for them: programmatic dependent launch.
+_LAUNCHES_EARLY = ("sm90",)
 
 
 @triton.jit
@@ -28,6 +30,17 @@ def _used_splits(seq_len, num_splits, min_tiles, KEYS: tl.constexpr):
     tiles = (seq_len + KEYS - 1) // KEYS
     tiles_per_split = tl.maximum((tiles + num_splits - 1) // num_splits, min_tiles)
     return tiles_per_split * KEYS, (tiles + tiles_per_split - 1) // tiles_per_split
+
+
+@triton.jit
+def _bounds_of(request, num_requests, qo_indptr, seq_lens):
+    """Return (first token, end token, keys) of a request, read at once: one wait for memory instead of three.
+
+    The one after the last has no tokens, and keys that mean nothing.
+    """
+    first_token = tl.load(qo_indptr + request)
+    end_token = tl.load(qo_indptr + tl.minimum(request + 1, num_requests))
+    return first_token, end_token, tl.load(seq_lens + tl.minimum(request, num_requests - 1))
 
 
 @triton.jit
@@ -82,6 +95,7 @@ def _split_kernel(
     KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend one tile of rows to one split of its request's keys; grid (row tiles, splits, requests + 1).
 
@@ -91,7 +105,7 @@ def _split_kernel(
     request = tl.program_id(2)
     split = tl.program_id(1)
     first_row = tl.program_id(0) * ROWS
-    first_token = tl.load(qo_indptr + request)
+    first_token, end_token, seq_len = _bounds_of(request, tl.num_programs(2) - 1, qo_indptr, seq_lens)
     if request == tl.num_programs(2) - 1:
         if not IS_SPLIT:
             _zero_rows_of_no_request(
@@ -105,28 +119,33 @@ def _split_kernel(
                 WRITE_LSE,
             )
         return
-    seq_len = tl.load(seq_lens + request)
-    q_len = tl.load(qo_indptr + request + 1) - first_token
+    q_len = end_token - first_token
     if first_row >= q_len * HEADS:
         return
     keys_per_split, used_splits = _used_splits(seq_len, tl.num_programs(1), min_tiles, KEYS)
     if IS_SPLIT and split >= used_splits:
         return
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
     rows = first_row + tl.arange(0, ROWS)
     is_row = rows < q_len * HEADS
     # where position -1 stands, no key is seen: rows past the last one, and queries before the first key
     position = tl.where(is_row, seq_len - q_len + rows // HEADS, -1)
     q_rows = q + (first_token + rows // HEADS).to(tl.int64) * stride_q_token + (rows % HEADS) * stride_q_head
-    latent = tl.arange(0, LATENT)
-    q_latent = tl.load(q_rows[:, None] + latent[None, :], mask=is_row[:, None], other=0.0)
+    # the latent columns in halves: two chains of products for the scores, where one would wait for each of its steps
+    low = tl.arange(0, LATENT // 2)
+    high = LATENT // 2 + low
+    q_low = tl.load(q_rows[:, None] + low[None, :], mask=is_row[:, None], other=0.0)
+    q_high = tl.load(q_rows[:, None] + high[None, :], mask=is_row[:, None], other=0.0)
     if ROPE > 0:
         rope = LATENT + tl.arange(0, ROPE)
         q_rope = tl.load(q_rows[:, None] + rope[None, :], mask=is_row[:, None], other=0.0)
 
     top = tl.full([ROWS], _LOWEST, dtype=tl.float32)
     total = tl.full([ROWS], 0.0, dtype=tl.float32)
-    acc = tl.full([ROWS, LATENT], 0.0, dtype=tl.float32)
+    acc_low = tl.full([ROWS, LATENT // 2], 0.0, dtype=tl.float32)
+    acc_high = tl.full([ROWS, LATENT // 2], 0.0, dtype=tl.float32)
 
     last_row = tl.minimum(first_row + ROWS, q_len * HEADS) - 1
     start = split * keys_per_split
@@ -140,21 +159,26 @@ def _split_kernel(
         in_page = tl.minimum(keys, end - 1) % PAGE_SIZE
         key_rows = kv + page.to(tl.int64) * (PAGE_SIZE * (LATENT + ROPE)) + in_page * (LATENT + ROPE)
         page = _pages_of(pages_row, first_key + KEYS, end - 1, PAGE_SIZE, KEYS)
-        k_latent = tl.load(key_rows[:, None] + latent[None, :]).to(q_latent.dtype)
-        scores = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
+        k_low = tl.load(key_rows[:, None] + low[None, :]).to(q_low.dtype)
+        k_high = tl.load(key_rows[:, None] + high[None, :]).to(q_low.dtype)
+        scores_high = tl.dot(q_high, tl.trans(k_high), input_precision="ieee")
+        scores_low = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
         if ROPE > 0:
-            k_rope = tl.load(key_rows[:, None] + rope[None, :]).to(q_latent.dtype)
-            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        scores = tl.where(keys[None, :] <= position[:, None], scores * scale_log2, float("-inf"))
+            k_rope = tl.load(key_rows[:, None] + rope[None, :]).to(q_low.dtype)
+            scores_low = tl.dot(q_rope, tl.trans(k_rope), scores_low, input_precision="ieee")
+        # scaled apart: the compiler would make one chain of a plain sum of products
+        scores = scores_low * scale_log2 + scores_high * scale_log2
+        scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         fade = tl.exp2(top - new_top)
         top = new_top
         weights = tl.exp2(scores - top[:, None])
         total = total * fade + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(q_latent.dtype), k_latent, acc * fade[:, None], input_precision="ieee")
+        weights = weights.to(q_low.dtype)
+        acc_low = tl.dot(weights, k_low, acc_low * fade[:, None], input_precision="ieee")
+        acc_high = tl.dot(weights, k_high, acc_high * fade[:, None], input_precision="ieee")
 
     sums = tl.where(total == 0.0, 1.0, total)  # a row that saw no key: acc is 0
-    acc = acc * (kv_scale / sums)[:, None]
     log_sums = tl.where(total == 0.0, float("-inf"), top + tl.log2(sums))
     # rows of a tile follow each other: one address and constant offsets, as the loop needs the registers
     first_index = first_token.to(tl.int64) * HEADS + first_row
@@ -164,8 +188,11 @@ def _split_kernel(
         tl.store(lse + first_index + within, log_sums, mask=is_row)
     elif WRITE_LSE:
         tl.store(lse + first_index + within, log_sums * _LN_2, mask=is_row)
-    places = within[:, None] * LATENT + latent[None, :]
-    tl.store(out + first_index * LATENT + places, acc.to(out.dtype.element_ty), mask=is_row[:, None])
+    norm = (kv_scale / sums)[:, None]
+    places = within[:, None] * LATENT + low[None, :]
+    out += first_index * LATENT
+    tl.store(out + places, (acc_low * norm).to(out.dtype.element_ty), mask=is_row[:, None])
+    tl.store(out + LATENT // 2 + places, (acc_high * norm).to(out.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_splits", "min_tiles"])
@@ -186,11 +213,14 @@ def _reduce_kernel(
     SPLITS_BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Combine the splits of one row, COLUMNS columns of it; grid (rows of a request, column blocks, requests + 1)."""
     request = tl.program_id(2)
     row = tl.program_id(0)
-    first_token = tl.load(qo_indptr + request)
+    first_token, end_token, seq_len = _bounds_of(request, tl.num_programs(2) - 1, qo_indptr, seq_lens)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if request == tl.num_programs(2) - 1:
         if tl.program_id(1) == 0:
             _zero_rows_of_no_request(
@@ -204,10 +234,10 @@ def _reduce_kernel(
                 WRITE_LSE,
             )
         return
-    q_len = tl.load(qo_indptr + request + 1) - first_token
+    q_len = end_token - first_token
     if row >= q_len * HEADS:
         return
-    _, used_splits = _used_splits(tl.load(seq_lens + request), num_splits, min_tiles, KEYS)
+    _, used_splits = _used_splits(seq_len, num_splits, min_tiles, KEYS)
     row_index = first_token.to(tl.int64) * HEADS + row
     stride_split = num_tokens.to(tl.int64) * HEADS
 
@@ -284,6 +314,7 @@ def launch(
     out_THC = q_THD.new_empty(num_tokens, heads, kv_lora_rank)
     lse_TH = torch.empty(num_tokens, heads, dtype=torch.float32, device=q_THD.device) if return_lse else out_THC
     is_split = config.splits > 1
+    early = is_split and device.arch() in _LAUNCHES_EARLY
     split_out, split_lse = out_THC, lse_TH
     if is_split:
         split_lse = torch.empty(config.splits, num_tokens, heads, dtype=torch.float32, device=q_THD.device)
@@ -293,7 +324,7 @@ def launch(
         num_tokens, q_THD.stride(0), q_THD.stride(1), batch.page_table.pages_BP.stride(0), config.min_tiles,
         scale * kv_scale * _LOG2_E, kv_scale,
         HEADS=heads, LATENT=kv_lora_rank, ROPE=dim - kv_lora_rank, PAGE_SIZE=batch.page_table.page_size,
-        ROWS=config.rows, KEYS=config.keys, IS_SPLIT=is_split, WRITE_LSE=return_lse,
+        ROWS=config.rows, KEYS=config.keys, IS_SPLIT=is_split, WRITE_LSE=return_lse, EARLY=early,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if is_split:
@@ -303,6 +334,7 @@ def launch(
             split_out, split_lse, out_THC, lse_TH, batch.qo_indptr_B1, batch.seq_lens_B, num_tokens, config.splits,
             config.min_tiles,
             HEADS=heads, LATENT=kv_lora_rank, COLUMNS=columns, KEYS=config.keys, SPLITS_BLOCK=splits_block,
-            AT_ONCE=min(_REDUCED_AT_ONCE, splits_block), WRITE_LSE=return_lse, num_warps=4,
+            AT_ONCE=min(_REDUCED_AT_ONCE, splits_block), WRITE_LSE=return_lse, EARLY=early,
+            num_warps=4, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out_THC, lse_TH if return_lse else None
