@@ -9,7 +9,7 @@ from typing import Any
 
 from atom_plugin import device, host, platform, settings
 from atom_plugin.attention.kv_layout import pool_dtype_of
-from atom_plugin.attention.limits import LayerOutline, why_no_row, why_not_backend
+from atom_plugin.attention.limits import LayerOutline, latent_outlines, why_no_row, why_not_backend
 from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
 from atom_plugin.configs import (
@@ -260,25 +260,42 @@ def backend_problems(server_args: Any) -> list[str]:
     problems = why_not_backend(
         kv_cache_dtype=cfg.kv_cache_dtype,
         page_size=cfg.page_size,
-        use_mla=host.uses_mla(model_config),
+        is_sparse=host.is_sparse(model_config),
         is_encoder_decoder=model_config.is_encoder_decoder,
         is_hybrid_swa=model_config.is_hybrid_swa and not cfg.disable_hybrid_swa_memory,
     )
     if problems:
         return problems
     attention_tp = cfg.tp_size // host.attention_dp_size(server_args)
-    outline = LayerOutline(
-        tp_q_head_num=max(1, model_config.num_attention_heads // attention_tp),
-        tp_k_head_num=model_config.get_num_kv_heads(attention_tp),
-        qk_head_dim=model_config.head_dim,
-        v_head_dim=model_config.v_head_dim,
-        fused=cfg.model_impl == NAME,
-    )
-    layer = LayerProblems(
-        layer=outline,
-        arch=device.arch(),
-        q_dtype=model_config.dtype,
-        pool_dtype=pool_dtype_of(cfg.kv_cache_dtype, model_config.dtype, fnuz=device.fp8_is_fnuz()),
-        page_size=cfg.page_size,
-    )
-    return why_no_row(layer, captures=device.is_accelerator(device.arch()) and not cfg.disable_cuda_graph)
+    heads = max(1, model_config.num_attention_heads // attention_tp)
+    is_latent = host.uses_mla(model_config)
+    if is_latent:
+        outlines = latent_outlines(
+            heads=heads,
+            kv_lora_rank=model_config.kv_lora_rank,
+            rope_dim=model_config.qk_rope_head_dim,
+            unabsorbed=host.unabsorbed_head_dims(model_config),
+        )
+    else:
+        kv_heads = model_config.get_num_kv_heads(attention_tp)
+        outlines = [
+            LayerOutline(
+                tp_q_head_num=heads,
+                tp_k_head_num=kv_heads,
+                qk_head_dim=model_config.head_dim,
+                v_head_dim=model_config.v_head_dim,
+                fused=cfg.model_impl == NAME,
+            )
+        ]
+    captures = device.is_accelerator(device.arch()) and not cfg.disable_cuda_graph
+    for outline in outlines:
+        layer = LayerProblems(
+            layer=outline,
+            arch=device.arch(),
+            q_dtype=model_config.dtype,
+            pool_dtype=pool_dtype_of(cfg.kv_cache_dtype, model_config.dtype, fnuz=device.fp8_is_fnuz()),
+            page_size=cfg.page_size,
+            kv_lora_rank=model_config.kv_lora_rank if is_latent else None,
+        )
+        problems += why_no_row(layer, captures=captures, verify_len=cfg.speculative_num_draft_tokens)
+    return problems

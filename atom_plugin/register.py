@@ -112,6 +112,8 @@ def prepare_serving() -> None:
 
     install([MODEL])
     host.register_attention_backend(NAME, _make_backend)
+    if not platform.is_active():  # what gathers the chunks of a prefix, and merges them, are Triton kernels of SGLang's
+        host.add_chunked_prefix_cache_backend(NAME)
     install_cpu_hooks()
 
 
