@@ -1,12 +1,13 @@
 """One process of SGLang around a tiny Kimi-K2: real layers, pools and batches, and a dense backend that we can trust.
 
-The backend attends in float64, one query at a time over slots of req_to_token, so it shares nothing with ours. Pools
-start as NaN: whoever reads a row that was never stored shows it.
+The backend attends in float64 over slots of req_to_token, so it shares nothing with ours. Pools start as NaN: whoever
+reads a row that was never stored shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from sglang.srt.layers.attention import merge_state
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_req_to_token_pool
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_context, get_schedule
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from atom_plugin.attention.backend import AtomAttentionBackend
 from atom_plugin.models.kimi_k2 import KimiK2ForCausalLM
 
 YARN = {
@@ -159,17 +161,18 @@ class DenseBackend:
 class World:
     """A pool, requests of up to MAX_CONTEXT tokens in shuffled slots, and batches of them through our model.
 
-    ``expands_prefixes``: what SGLang has settled between the backend and the flags.
+    ``expands_prefixes``: what SGLang has settled between the backend and the flags. ``on_atom``: on our backend, with
+    pages of so many tokens, instead of the dense one.
     """
 
-    def __init__(self, model: KimiK2ForCausalLM, *, expands_prefixes: bool = False) -> None:
+    def __init__(self, model: KimiK2ForCausalLM, *, expands_prefixes: bool = False, on_atom: int | None = None) -> None:
         self.model = model
         self.expands_prefixes = expands_prefixes
         spec = model.spec
         size = MAX_REQUESTS * MAX_CONTEXT
         self.pool = MLATokenToKVPool(
             size=size,
-            page_size=1,
+            page_size=on_atom or 1,
             dtype=torch.float32,
             kv_lora_rank=spec.kv_lora_rank,
             qk_rope_head_dim=spec.qk_rope_head_dim,
@@ -182,10 +185,25 @@ class World:
         self.table = ReqToTokenPool(
             size=MAX_REQUESTS, max_context_len=MAX_CONTEXT, device="cpu", enable_memory_saver=False
         )
-        shuffled = torch.randperm(size, generator=torch.Generator().manual_seed(3)) + 1
+        page = on_atom or 1
+        pages = torch.randperm(size // page, generator=torch.Generator().manual_seed(3)) + 1  # page 0 is a dump
+        shuffled = pages[:, None] * page + torch.arange(page)
         self.table.req_to_token[:MAX_REQUESTS] = shuffled.view(MAX_REQUESTS, MAX_CONTEXT).int()
-        self.backend = DenseBackend(self.pool, self.table)
+        self.backend: Any = self.make_atom(page) if on_atom else DenseBackend(self.pool, self.table)
         self.lengths = [0] * MAX_REQUESTS
+
+    def make_atom(self, page_size: int) -> AtomAttentionBackend:
+        """Return our backend over the same pool."""
+        runner = SimpleNamespace(
+            req_to_token_pool=self.table,
+            token_to_kv_pool=self.pool,
+            page_size=page_size,
+            dtype=torch.float32,
+            model_config=SimpleNamespace(context_len=MAX_CONTEXT),
+            model=self.model,
+        )
+        with get_context().override_server_args(attention_backend="atom"):
+            return AtomAttentionBackend(runner)
 
     def run(self, mode: ForwardMode, news: dict[int, Sequence[int]]) -> list[torch.Tensor]:
         """Append ``news`` (request -> token ids) and return the logprobs [tokens, vocabulary] of each."""
@@ -215,6 +233,8 @@ class World:
             forward_context(ForwardContext(attn_backend=self.backend), forward_batch=batch),
             torch.no_grad(),
         ):
+            if isinstance(self.backend, AtomAttentionBackend):
+                self.backend.init_forward_metadata(batch)
             hidden = self.model.model(batch.input_ids, batch.positions, batch)
         for row, num in zip(news, nums, strict=True):
             self.lengths[row] += num

@@ -201,6 +201,30 @@ def test_absorbed_is_unabsorbed(
         assert largest(found[True][row], want) <= LARGEST
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_on_our_backend(
+    page_size: int, published: tuple[DeepseekV3ForCausalLM, KimiK2ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New prompts, parts after cached prefixes, expanded in chunks and absorbed, and decode."""
+    oracle, ours = published
+    latent_world.chunk_in_pytorch(monkeypatch)
+    monkeypatch.setattr(mla, "crossover", lambda spec: 0.0)
+    sequences = {0: tokens(131, 9), 1: tokens(70, 10), 2: tokens(12, 11)}
+    ends = [{0: 64, 1: 1}, {0: 127, 1: 66, 2: 8}, {0: 128, 1: 67, 2: 9}]
+    for expands in (False, True):
+        world = World(ours, expands_prefixes=expands, on_atom=page_size)
+        found: dict[int, list[torch.Tensor]] = {row: [] for row in sequences}
+        for until in ends:
+            news = {row: sequences[row][world.lengths[row] : end] for row, end in until.items()}
+            for row, part in zip(news, world.extend(news), strict=True):
+                found[row].append(part)
+        for step in range(3):
+            for row, part in enumerate(world.decode({row: ids[step - 3] for row, ids in sequences.items()})):
+                found[row].append(part)
+        for row, ids in sequences.items():
+            assert largest(torch.cat(found[row]), wanted(oracle, ids)) <= LARGEST, f"request {row}"
+
+
 def test_nothing_to_do(published: tuple[DeepseekV3ForCausalLM, KimiK2ForCausalLM]) -> None:
     """An idle rank has no rows, and attention is not asked for any."""
     positions, hidden = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 64)
