@@ -6,7 +6,9 @@ reads a row that was never stored shows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,8 @@ from sglang.srt.layers.attention import merge_state
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_req_to_token_pool
-from sglang.srt.runtime_context import get_context, get_schedule
+from sglang.srt.runtime_context import get_context, get_schedule, reset_context
+from sglang.test.layer_ut_utils import init_single_process_dist
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from atom_plugin.attention.backend import AtomAttentionBackend
@@ -65,6 +68,19 @@ TINY = {
 }
 MAX_REQUESTS, MAX_CONTEXT = 4, 256
 CHUNK_TOKENS = 40
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Give SGLang's layers, within, the process groups that they want, of one rank."""
+    torch.set_default_dtype(torch.float32)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    init_single_process_dist(port)
+    yield
+    torch.distributed.destroy_process_group()
+    reset_context()
 
 
 def make_config(**changes: Any) -> DeepseekV3Config:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import reset_context
-from sglang.test.layer_ut_utils import init_single_process_dist
 from transformers import DeepseekV3ForCausalLM
 
 from atom_plugin.layers import mla
@@ -35,12 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process() -> Iterator[None]:
-    """SGLang's layers want process groups, of one rank here."""
-    torch.set_default_dtype(torch.float32)
-    init_single_process_dist(29611)
-    yield
-    torch.distributed.destroy_process_group()
-    reset_context()
+    with latent_world.one_process():
+        yield
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
