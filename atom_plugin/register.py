@@ -21,8 +21,12 @@ from atom_plugin.hooks import Hook, HookError, install
 
 NAME = "atom"
 
-#: Modules that are imported before ``register`` runs wherever a model can be built or resolved.
+#: Modules that are imported before ``register`` runs wherever a model can be built or resolved, or text is tokenized.
 BUILDS_MODELS = {"sglang.srt.managers.scheduler", "sglang.srt.model_loader.utils"}
+TOKENIZES = {"sglang.srt.managers.tokenizer_manager"}
+
+#: Models that see, of which ours have the language model alone.
+SEEING = ("KimiK25ForConditionalGeneration",)
 
 #: Whether SGLang has called ``register`` in this process, and whether all that it does has taken.
 loaded = False
@@ -54,6 +58,7 @@ def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
         from atom_plugin.refusals import refuse_launch
 
         refuse_launch(server_args)
+        install([MEDIA])
     return original(server_args)
 
 
@@ -65,6 +70,15 @@ def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> 
     from atom_plugin.resolve import our_model_architecture
 
     return our_model_architecture(model_config)
+
+
+def _tokenize_one_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if host.raw_flag(manager.server_args, "model_impl") == NAME and request.contains_mm_input():
+        raise ValueError(
+            "this request has images, videos or audio, and --model-impl atom serves language models alone, as that of "
+            "Kimi-K2.5: send text, or launch without --model-impl atom"
+        )
+    return original(manager, request)
 
 
 GATE = Hook(
@@ -85,6 +99,16 @@ MODEL = Hook(
 )
 
 
+MEDIA = Hook(
+    target="sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+    kind="around",
+    hook=_tokenize_one_request,
+    why="a server whose model is not multimodal leaves images of /generate out in silence, and answers the text",
+    upstream="0.5.23 refuses them with --language-model-only, which takes architectures by a list of its own",
+    remove_when="SGLang refuses media for every model that it takes for a language model",
+)
+
+
 def register() -> None:
     """Make ``atom`` known to SGLang in this process; raises HookError where SGLang has changed under us."""
     global loaded, complete
@@ -101,8 +125,11 @@ def register() -> None:
     install([platform.DEVICE])
     if BUILDS_MODELS & sys.modules.keys():
         prepare_serving()
+    if TOKENIZES & sys.modules.keys():
+        install([MEDIA])
     host.add_attention_backend_choice(NAME)
     host.make_default_attention_backend(NAME, model_impl=NAME)
+    host.leave_media_out(SEEING, model_impl=NAME)
     complete = True
 
 
