@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     "DeepSeek-V3": (
         become("deepseek-ai--DeepSeek-V3"),
         [],
-        ["DeepseekV3ForCausalLM with model_type 'deepseek_v3'", "Drop `--model-impl atom`", "attention is MLA"],
+        ["DeepseekV3ForCausalLM with model_type 'deepseek_v3'", "Drop `--model-impl atom`"],
     ),
     "architecture of ours, model_type of another": (
         with_config(model_type="qwen3"),
