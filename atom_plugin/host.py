@@ -92,6 +92,24 @@ def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
             return backend
 
 
+def is_capturing_prefill() -> bool:
+    """Return whether a prefill graph is being captured or replayed, in which attention keeps to one form."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager import (
+        is_in_tc_piecewise_cuda_graph,
+    )
+
+    return is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
+
+
+def plan_prefix_chunks(backend: Any, forward_batch: Any) -> None:
+    """Let the backend of ``forward_batch`` plan for the prefix chunks that SGLang has cut, where it has to plan."""
+    backend = attention_backend_for(backend, forward_batch.forward_mode)
+    plan = getattr(backend, "init_mha_chunk_metadata", None)
+    if plan is not None:
+        plan(forward_batch)
+
+
 def num_real_tokens(forward_batch: Any) -> int | None:
     """Return how many of the batch's tokens are real where MLP sync padded it; None where nobody counted."""
     if since("0.5.20"):
@@ -211,6 +229,17 @@ def make_default_attention_backend(name: str, *, model_impl: str) -> None:
     register_model_override_predicate(lambda architecture: True)(provide)
 
 
+def leave_media_out(architectures: tuple[str, ...], *, model_impl: str) -> None:
+    """Let launches of ``architectures`` with ``model_impl`` serve the language model alone, unless the user objects."""
+    from sglang.srt.arg_groups.overrides import register_model_override_predicate
+
+    def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
+        fills = server_args.model_impl == model_impl and server_args.enable_multimodal is None
+        return {"enable_multimodal": False} if fills else {}
+
+    register_model_override_predicate(lambda architecture: architecture in architectures)(provide)
+
+
 def refuse_tree_verify(spec_info: Any) -> None:
     """Raise ValueError unless the draft that ``spec_info`` verifies is a chain, which causal attention covers."""
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
@@ -243,6 +272,59 @@ def is_plain_mha_pool(pool: Any) -> bool:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return type(pool) is MHATokenToKVPool
+
+
+def is_plain_mla_pool(pool: Any) -> bool:
+    """Return whether ``pool`` is SGLang's own pool of latent rows (MLA), and not a subclass as that of an indexer."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return type(pool) is MLATokenToKVPool
+
+
+def is_sparse(model_config: Any) -> bool:
+    """Return whether a model's attention is DeepSeek's sparse one, whose indexer has a cache of its own."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return bool(is_deepseek_dsa(model_config.hf_config))
+
+
+def unabsorbed_head_dims(model_config: Any) -> tuple[int, int] | None:
+    """Return the head dims of an MLA model's un-absorbed attention: that of queries and keys, and that of values.
+
+    None where SGLang's config object does not state them: it does not for MiniCPM3, which is always absorbed.
+    """
+    if "qk_nope_head_dim" not in vars(model_config):
+        return None
+    return model_config.qk_nope_head_dim + model_config.qk_rope_head_dim, model_config.v_head_dim
+
+
+def verify_len() -> int | None:
+    """Return how many tokens of a request speculation verifies at once, None where this process does not speculate."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_num_draft_tokens or None
+
+
+def add_chunked_prefix_cache_backend(name: str) -> None:
+    """Let MLA models un-absorb long prefixes in chunks on the attention backend ``name``."""
+    from sglang.srt import server_args
+
+    if name not in server_args.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
+        server_args.add_chunked_prefix_cache_attention_backend(name)
+
+
+def register_mla_forward_methods(name: str) -> None:
+    """Tell SGLang's own MLA models which form of attention an extend takes on the attention backend ``name``.
+
+    As on SGLang's fa3: without a prefix, and from its threshold on in chunks, un-absorbed, else absorbed. Unknown
+    backends get what it does for Triton, which never takes chunks.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    def choose(attention: Any, forward_batch: Any) -> Any:
+        return handlers._handle_attention_backend(attention, forward_batch, name)
+
+    handlers.AttentionBackendRegistry.register(name, choose)
 
 
 def has_sinks(model: Any) -> bool:

@@ -22,8 +22,12 @@ logger = logging.getLogger(__name__)
 
 NAME = "atom"
 
-#: Modules that are imported before ``register`` runs wherever a model can be built or resolved.
+#: Modules that are imported before ``register`` runs wherever a model can be built or resolved, or text is tokenized.
 BUILDS_MODELS = {"sglang.srt.managers.scheduler", "sglang.srt.model_loader.utils"}
+TOKENIZES = {"sglang.srt.managers.tokenizer_manager"}
+
+#: Models that see, of which ours have the language model alone.
+SEEING = ("KimiK25ForConditionalGeneration",)
 
 #: Whether SGLang has called ``register`` in this process, and whether all that it does has taken.
 loaded = False
@@ -58,6 +62,7 @@ def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
         from atom_plugin.refusals import refuse_launch
 
         refuse_launch(server_args)
+        install([MEDIA])
     return original(server_args)
 
 
@@ -69,6 +74,15 @@ def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> 
     from atom_plugin.resolve import our_model_architecture
 
     return our_model_architecture(model_config)
+
+
+def _tokenize_one_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if host.raw_flag(manager.server_args, "model_impl") == NAME and request.contains_mm_input():
+        raise ValueError(
+            "this request has images, videos or audio, and --model-impl atom serves language models alone, as that of "
+            "Kimi-K2.5: send text, or launch without --model-impl atom"
+        )
+    return original(manager, request)
 
 
 GATE = Hook(
@@ -86,6 +100,16 @@ MODEL = Hook(
     why="--model-impl takes any word, and an unknown one means SGLang's own model or the Transformers wrapper",
     upstream="SGLANG_EXTERNAL_MODEL_PACKAGE replaces a class for every --model-impl, so it is no substitute",
     remove_when="SGLang has a registry of model implementations by name",
+)
+
+
+MEDIA = Hook(
+    target="sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+    kind="around",
+    hook=_tokenize_one_request,
+    why="a server whose model is not multimodal leaves images of /generate out in silence, and answers the text",
+    upstream="0.5.23 refuses them with --language-model-only, which takes architectures by a list of its own",
+    remove_when="SGLang refuses media for every model that it takes for a language model",
 )
 
 
@@ -108,8 +132,11 @@ def register() -> None:
     install([platform.DEVICE])
     if BUILDS_MODELS & sys.modules.keys():
         prepare_serving()
+    if TOKENIZES & sys.modules.keys():
+        install([MEDIA])
     host.add_attention_backend_choice(NAME)
     host.make_default_attention_backend(NAME, model_impl=NAME)
+    host.leave_media_out(SEEING, model_impl=NAME)
     complete = True
 
 
@@ -131,6 +158,8 @@ def prepare_serving() -> None:
 
     install([MODEL])
     host.register_attention_backend(NAME, _make_backend)
+    if not platform.is_active():  # what gathers the chunks of a prefix, and merges them, are Triton kernels of SGLang's
+        host.add_chunked_prefix_cache_backend(NAME)
     install_cpu_hooks()
 
 

@@ -9,7 +9,7 @@ from atom_plugin.configs.airlock import read_any
 from atom_plugin.configs.decoder import DecoderSpec
 from atom_plugin.configs.experts import EXPERTS
 from atom_plugin.configs.fields import ConfigError, Fields
-from atom_plugin.configs.kimi_k2 import read_kimi_k2, read_kimi_k25
+from atom_plugin.configs.kimi_k2 import KimiK2Spec, read_kimi_k2, read_kimi_k25
 from atom_plugin.configs.kimi_k3 import read_kimi_k3
 from atom_plugin.configs.kimi_linear import read_kimi_linear
 from atom_plugin.configs.qwen3 import Qwen3MoeSpec, Qwen3Spec, read_qwen3, read_qwen3_moe
@@ -29,8 +29,15 @@ FAMILIES: dict[Family, Callable[[Fields], DecoderSpec]] = {
     ("KimiK3ForConditionalGeneration", "kimi_k3"): read_kimi_k3,
 }
 #: The families that models/ has a model for; the others can be read, and are refused at launch.
-SERVED: frozenset[Family] = frozenset({("Qwen3ForCausalLM", "qwen3"), ("Qwen3MoeForCausalLM", "qwen3_moe")})
-ServedSpec = Qwen3Spec | Qwen3MoeSpec
+SERVED: frozenset[Family] = frozenset(
+    {
+        ("Qwen3ForCausalLM", "qwen3"),
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("DeepseekV3ForCausalLM", "kimi_k2"),
+        ("KimiK25ForConditionalGeneration", "kimi_k25"),
+    }
+)
+ServedSpec = Qwen3Spec | Qwen3MoeSpec | KimiK2Spec
 
 #: model_type of what is not ours -> what else there is to say about it.
 NOT_OURS = {

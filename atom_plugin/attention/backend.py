@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from atom_plugin import device, host, settings
-from atom_plugin.attention.kv_layout import as_pages, why_not_pool
-from atom_plugin.attention.limits import why_not_layer
+from atom_plugin.attention import mla
+from atom_plugin.attention.call import Call, Rope, first, output
+from atom_plugin.attention.kv_layout import as_pages, latent_pool_bytes, why_not_pool
+from atom_plugin.attention.limits import why_not_latent_layer, why_not_layer
 from atom_plugin.attention.metadata import DecodeMetadata, ExtendMetadata, IdleMetadata, Metadata, MetadataBuilder
-from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
-from atom_plugin.attention.tables import AttendKey, LayerKernels
-from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.attention.tables import AttendKey, LayerKernels, LayerProblems
+from atom_plugin.register import NAME
 
 logger = logging.getLogger(__name__)
 #: K and V of one layer as the pool holds them, [pages, page size, KV heads, head dim] each.
 Pages = tuple[torch.Tensor, torch.Tensor]
+#: What attention returns: [tokens, query heads, v head dim], and the lse [tokens, query heads] if asked for.
+Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class AtomAttentionBackend(AttentionBackend):
-    """Dense attention (MHA, GQA, MQA) over SGLang's KV pool.
+    """Dense attention (MHA, GQA, MQA) over SGLang's KV pool, or MLA over its pool of latent rows.
 
     SGLang owns the pool and its slots. Raises ValueError at construction for a pool or a layer that it cannot serve,
     and NoKernelError when no row of a dispatch table runs a layer of the model.
@@ -39,17 +41,24 @@ class AtomAttentionBackend(AttentionBackend):
         self.page_size: int = runner.page_size
         self.fuses_qk_norm_rope: bool = settings.FUSE_QK_NORM_ROPE.get()
         self._q_dtype: torch.dtype = runner.dtype
-        refused = why_not_pool(self.token_to_kv_pool)
-        if refused:
-            raise ValueError("--attention-backend atom cannot serve this model:\n  " + "\n  ".join(refused))
-        self.kv_cache_dtype = self.data_type = host.full_attention_pool(self.token_to_kv_pool).dtype
+        _refuse(why_not_pool(self.token_to_kv_pool))
+        inner = host.full_attention_pool(self.token_to_kv_pool)
+        self.kv_cache_dtype = self.data_type = inner.dtype
+        is_latent = host.is_plain_mla_pool(inner)
+        self._kv_lora_rank: int | None = inner.kv_lora_rank if is_latent else None
+        self._pool_bytes = latent_pool_bytes(inner) if is_latent else 0
         self.forward_metadata: Metadata = IdleMetadata()
         self._builder = MetadataBuilder(req_to_token=self.req_to_token_pool.req_to_token, page_size=self.page_size)
         self._kernels: dict[Any, LayerKernels] = {}
         self._has_sinks = host.has_sinks(runner.model)
-        for layer in host.attention_layers(runner.model):
-            self._kernels_of(layer).resolve(captured=False, has_sinks=self._has_sinks)
-        self._report_rows()
+        self._verify_len = host.verify_len() if is_latent else None
+        layers = host.attention_layers(runner.model)
+        for layer in layers:
+            self._kernels_of(layer)
+        if is_latent:
+            _refuse(mla.why_not_pairs(layers, [self._kernels[layer].kind for layer in layers], self.kv_cache_dtype))
+            host.register_mla_forward_methods(NAME)
+        self._resolve(captured=False)
 
     # Metadata
 
@@ -65,9 +74,7 @@ class AtomAttentionBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured batches of up to ``max_bs`` requests read, and choose their kernels."""
         self._builder.allocate_for_graphs(max_bs)
-        for kernels in self._kernels.values():
-            kernels.resolve(captured=True, has_sinks=self._has_sinks)
-        self._report_rows()
+        self._resolve(captured=True)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of padded requests: they see the one key of SGLang's dump slot 0."""
@@ -95,6 +102,8 @@ class AtomAttentionBackend(AttentionBackend):
         *,
         cos_sin_cache: torch.Tensor | None = None,
         is_neox: bool | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
         return_lse: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> Any:
@@ -103,13 +112,18 @@ class AtomAttentionBackend(AttentionBackend):
         ``q``: [tokens, query heads * head dim] or [tokens, query heads, head dim]; ``k``, ``v``: the same for KV heads,
         both None where the layer shares another layer's cache. ``save_kv_cache``: store k and v here; else they are
         stored already. ``cos_sin_cache`` and ``is_neox``: q and k come un-normed and un-rotated, and the layer's
-        ``qk_norm_rope`` says how to finish them. ``sinks``: as in ``ops.paged_attention``.
+        ``qk_norm_rope`` says how to finish them. ``q_rope`` and ``k_rope``: MLA's rotated columns, where q and k come
+        without them. ``sinks``: as in ``ops.paged_attention``. On a pool of latent rows ``v`` is part of ``k``, and is
+        not read; see ``attention.mla``.
         Returns [tokens, query heads * v head dim]; with ``return_lse``, here
         or in the batch, ([tokens, query heads, v head dim], float32 natural-log lse [tokens, query heads]).
         """
-        rope = _Rope.of(cos_sin_cache, is_neox, layer)
-        call = _Call(layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, rope=rope)
-        return self._forward(DecodeMetadata, q, call, return_lse=return_lse, sinks=sinks)
+        call = Call(
+            layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, q_rope=q_rope, k_rope=k_rope,
+            rope=Rope.of(cos_sin_cache, is_neox, layer), sinks=sinks,
+            return_lse=return_lse or bool(forward_batch.mha_return_lse),
+        )  # fmt: skip
+        return self._forward(DecodeMetadata, q, call)
 
     def forward_extend(
         self,
@@ -122,37 +136,44 @@ class AtomAttentionBackend(AttentionBackend):
         *,
         cos_sin_cache: torch.Tensor | None = None,
         is_neox: bool | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
         return_lse: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> Any:
         """Attend any number of new tokens a request, with or without cached ones before; see ``forward_decode``."""
-        rope = _Rope.of(cos_sin_cache, is_neox, layer)
-        call = _Call(layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, rope=rope)
-        return self._forward(ExtendMetadata, q, call, return_lse=return_lse, sinks=sinks)
+        call = Call(
+            layer=layer, forward_batch=forward_batch, k=k, v=v, stores=save_kv_cache, q_rope=q_rope, k_rope=k_rope,
+            rope=Rope.of(cos_sin_cache, is_neox, layer), sinks=sinks,
+            return_lse=return_lse or bool(forward_batch.mha_return_lse),
+        )  # fmt: skip
+        return self._forward(ExtendMetadata, q, call)
 
-    def _forward(
-        self,
-        kind: type[DecodeMetadata] | type[ExtendMetadata],
-        q: torch.Tensor,
-        call: _Call,
-        *,
-        return_lse: bool,
-        sinks: torch.Tensor | None,
-    ) -> Any:
+    def _forward(self, kind: type[DecodeMetadata] | type[ExtendMetadata], q: torch.Tensor, call: Call) -> Any:
         layer = call.layer
-        return_lse = return_lse or bool(call.forward_batch.mha_return_lse)
-        q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        kernels = self._kernels_of(layer)
+        if kernels.kind != "absorbed":
+            call.refuse(q_rope=call.q_rope is not None, k_rope=call.k_rope is not None)
+        if kernels.kind != "dense":
+            call.refuse(cos_sin_cache=call.rope is not None, sinks=call.sinks is not None)
+        q_THD = mla.queries(q, call)
         metadata = self._planned(kind, q_THD.shape[0], call)
-        if isinstance(metadata, IdleMetadata):
+        if isinstance(metadata, IdleMetadata) or (kernels.kind == "unabsorbed" and metadata.num_tokens == 0):
             real_THD, lse_TH = q_THD.new_empty(0, layer.tp_q_head_num, layer.v_head_dim), None
-        else:
+        elif kernels.kind == "dense":
             pages = self._pages(layer)
-            real_THD = self._finish_and_store(_first(metadata.num_tokens, q_THD), call, pages)
-            real_THD, lse_TH = self._attend(real_THD, pages, layer, metadata, return_lse=return_lse, sinks=sinks)
-        return _output(real_THD, lse_TH, num_rows=q_THD.shape[0], return_lse=return_lse)
+            real_THD = self._finish_and_store(first(metadata.num_tokens, q_THD), call, pages)
+            real_THD, lse_TH = self._attend(
+                real_THD, pages, layer, metadata, return_lse=call.return_lse, sinks=call.sinks
+            )
+        elif kernels.kind == "absorbed":
+            real_THD, lse_TH = self._attend_latent(first(metadata.num_tokens, q_THD), call, metadata)
+        else:
+            real_THD, lse_TH = self._attend_handed_over(q_THD, call, metadata)
+        return output(real_THD, lse_TH, num_rows=q_THD.shape[0], return_lse=call.return_lse)
 
     def _planned(
-        self, kind: type[DecodeMetadata] | type[ExtendMetadata], num_rows: int, call: _Call
+        self, kind: type[DecodeMetadata] | type[ExtendMetadata], num_rows: int, call: Call
     ) -> DecodeMetadata | ExtendMetadata | IdleMetadata:
         """Return the metadata of this step, or raise ValueError where it is not that of this batch."""
         metadata = self.forward_metadata
@@ -175,14 +196,14 @@ class AtomAttentionBackend(AttentionBackend):
             )
         return metadata
 
-    def _finish_and_store(self, q_THD: torch.Tensor, call: _Call, pages: Pages) -> torch.Tensor:
+    def _finish_and_store(self, q_THD: torch.Tensor, call: Call, pages: Pages) -> torch.Tensor:
         """Norm, rotate and store what the call leaves to the backend; return q ready for attention."""
         layer, num_tokens = call.layer, q_THD.shape[0]
         if call.rope is None:
             if (call.k is None) != (call.v is None):
                 raise ValueError(f"attention layer {layer.layer_id} got one of k and v: both, or neither, are stored")
             if call.stores and call.k is not None and call.v is not None:
-                self._store(_first(num_tokens, call.k), _first(num_tokens, call.v), call, pages)
+                self._store(first(num_tokens, call.k), first(num_tokens, call.v), call, pages)
             return q_THD
         constants = call.constants()
         if not call.stores or call.k is None or call.v is None:
@@ -194,8 +215,8 @@ class AtomAttentionBackend(AttentionBackend):
         kernels = self._kernels_of(layer)
         return kernels.norm_rope_store(constants)(
             q_THD,
-            _first(num_tokens, call.k).view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            _first(num_tokens, call.v).view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            first(num_tokens, call.k).view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            first(num_tokens, call.v).view(-1, layer.tp_v_head_num, layer.v_head_dim),
             *pages,
             call.slots(num_tokens),
             positions=positions,
@@ -209,7 +230,7 @@ class AtomAttentionBackend(AttentionBackend):
             v_scale=kernels.scales.v,
         )
 
-    def _store(self, k: torch.Tensor, v: torch.Tensor, call: _Call, pages: Pages) -> None:
+    def _store(self, k: torch.Tensor, v: torch.Tensor, call: Call, pages: Pages) -> None:
         """Store finished k and v ([tokens, ...]); they keep their values."""
         layer = call.layer
         k_THD = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -227,7 +248,7 @@ class AtomAttentionBackend(AttentionBackend):
         *,
         return_lse: bool,
         sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Attended:
         kernels = self._kernels_of(layer)
         key = AttendKey(
             phase="decode" if isinstance(metadata, DecodeMetadata) else "extend",
@@ -235,7 +256,7 @@ class AtomAttentionBackend(AttentionBackend):
             return_lse=return_lse,
             has_sinks=sinks is not None,
         )
-        return kernels.attend(key)(
+        attended: Attended = kernels.attend(key)(
             q_THD,
             *pages,
             metadata.batch,
@@ -247,6 +268,60 @@ class AtomAttentionBackend(AttentionBackend):
             return_lse=return_lse,
             sinks_H=None if sinks is None else sinks.contiguous(),
         )
+        return attended
+
+    def _attend_latent(self, q_THD: torch.Tensor, call: Call, metadata: DecodeMetadata | ExtendMetadata) -> Attended:
+        """Store the call's latent rows and attend to those of the pool, absorbed."""
+        layer, kernels = call.layer, self._kernels_of(call.layer)
+        pages = as_pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id), self.page_size)
+        rows_T1D = mla.latent_rows(call, q_THD.shape[0])
+        if rows_T1D is not None:
+            # One row is key and value at once. Not the pool's own writer: it takes no scale, and costs more launches.
+            slots, scale = call.slots(q_THD.shape[0]), kernels.scales.k
+            kernels.store(rows_T1D, rows_T1D, pages, pages, slots, k_scale=scale, v_scale=scale)
+        key = AttendKey(
+            phase="decode" if isinstance(metadata, DecodeMetadata) else "extend",
+            captured=metadata.batch.captured,
+            return_lse=call.return_lse,
+            q_len=metadata.q_len,
+        )
+        attended: Attended = kernels.attend(key)(
+            q_THD,
+            pages,
+            metadata.batch,
+            kv_lora_rank=layer.v_head_dim,
+            scale=layer.scaling,
+            kv_scale=kernels.scales.k,
+            return_lse=call.return_lse,
+        )
+        return attended
+
+    def _attend_handed_over(
+        self, q_THD: torch.Tensor, call: Call, metadata: DecodeMetadata | ExtendMetadata
+    ) -> Attended:
+        """Attend to the keys and values of the call, un-absorbed; the pool is neither read nor written."""
+        k_pages, v_pages, seen = mla.handed_over(call, metadata.batch, metadata.num_tokens, q_THD.shape[0])
+        key = AttendKey(phase="extend", captured=False, return_lse=call.return_lse, causal=seen.causal)
+        kernels = self._kernels_of(call.layer)
+        attended: Attended = kernels.attend(key)(
+            first(metadata.num_tokens, q_THD),
+            k_pages,
+            v_pages,
+            seen,
+            scale=call.layer.scaling,
+            k_scale=1.0,
+            v_scale=1.0,
+            window=kernels.window,
+            logit_cap=call.layer.logit_cap,
+            return_lse=call.return_lse,
+            sinks_H=None,
+        )
+        return attended
+
+    def _resolve(self, *, captured: bool) -> None:
+        for kernels in self._kernels.values():
+            kernels.resolve(captured=captured, has_sinks=self._has_sinks, verify_len=self._verify_len)
+        self._report_rows()
 
     def _report_rows(self) -> None:
         """Log which row runs each op, where all layers agree in one line."""
@@ -265,95 +340,20 @@ class AtomAttentionBackend(AttentionBackend):
     def _kernels_of(self, layer: Any) -> LayerKernels:
         """Return the layer's rows; a layer that the model did not show at construction gets them at its first call."""
         if layer not in self._kernels:
-            refused = why_not_layer(layer)
-            if refused:
-                raise ValueError("--attention-backend atom cannot serve this model:\n  " + "\n  ".join(refused))
-            self._kernels[layer] = LayerKernels(
-                layer,
+            problems = LayerProblems(
+                layer=layer,
                 arch=device.arch(),
                 q_dtype=self._q_dtype,
                 pool_dtype=self.kv_cache_dtype,
                 page_size=self.page_size,
+                kv_lora_rank=self._kv_lora_rank,
+                pool_bytes=self._pool_bytes,
             )
+            _refuse(why_not_layer(layer) + why_not_latent_layer(problems))
+            self._kernels[layer] = LayerKernels(problems)
         return self._kernels[layer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rope:
-    """What a model hands over with un-normed, un-rotated q and k."""
-
-    cos_sin_cache: torch.Tensor
-    is_neox: bool
-
-    @classmethod
-    def of(cls, cos_sin_cache: torch.Tensor | None, is_neox: bool | None, layer: Any) -> _Rope | None:
-        """Return what the kwargs say, None without them; ValueError where one of the two is missing."""
-        if (cos_sin_cache is None) != (is_neox is None):
-            alone = "is_neox" if cos_sin_cache is None else "cos_sin_cache"
-            raise ValueError(
-                f"attention layer {layer.layer_id} got {alone} alone: cos_sin_cache and is_neox belong together"
-            )
-        if cos_sin_cache is None or is_neox is None:
-            return None
-        return cls(cos_sin_cache=cos_sin_cache, is_neox=is_neox)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One layer's call, apart from q."""
-
-    layer: Any
-    forward_batch: Any
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    stores: bool
-    rope: _Rope | None
-
-    def slots(self, num_tokens: int) -> TokenSlots:
-        """Return where the new tokens are stored."""
-        return TokenSlots(slots_T=_first(num_tokens, self.forward_batch.out_cache_loc))
-
-    def constants(self) -> QKNormRope:
-        """Return what the layer declares for norm and rope, or raise ValueError where it declares nothing."""
-        constants = declared_by(self.layer)
-        if constants is None:
-            raise ValueError(
-                f"attention layer {self.layer.layer_id} got cos_sin_cache, and has no qk_norm_rope "
-                f"(atom_plugin.attention.qk_norm_rope.QKNormRope) that says how to norm and rotate"
-            )
-        assert self.rope is not None
-        if self.rope.cos_sin_cache.shape[1] != constants.rotary_dim:
-            raise ValueError(
-                f"attention layer {self.layer.layer_id} got a cos_sin_cache of {self.rope.cos_sin_cache.shape[1]} "
-                f"columns, its qk_norm_rope says rotary_dim={constants.rotary_dim}"
-            )
-        return constants
-
-    def positions(self, constants: QKNormRope, num_tokens: int) -> torch.Tensor:
-        """Return the positions of the new tokens: SGLang 0.5.17 narrows q to the real rows, and not them."""
-        source = constants.position_source
-        positions: torch.Tensor | None = (
-            self.forward_batch.positions if source == "positions" else self.forward_batch.mrope_positions
-        )
-        if positions is None:
-            raise ValueError(f"attention layer {self.layer.layer_id} rotates by {source}, the batch has none")
-        return positions if positions.shape[-1] == num_tokens else positions[..., :num_tokens]
-
-
-def _first(num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return the first ``num_tokens`` rows; a slice that changes nothing costs 3 us a tensor in a decode step."""
-    return rows if rows.shape[0] == num_tokens else rows[:num_tokens]
-
-
-def _output(
-    out_THD: torch.Tensor, lse_TH: torch.Tensor | None, *, num_rows: int, return_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return what SGLang expects, with zeros (and an lse of -inf) for ``num_rows`` rows past the real ones."""
-    padding = num_rows - out_THD.shape[0]
-    if padding:
-        out_THD = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, padding))
-    if not return_lse:
-        return out_THD.flatten(1)
-    if lse_TH is None:
-        lse_TH = out_THD.new_empty(0, out_THD.shape[1], dtype=torch.float32)
-    return out_THD, torch.nn.functional.pad(lse_TH, (0, 0, 0, padding), value=-torch.inf)
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise ValueError("--attention-backend atom cannot serve this model:\n  " + "\n  ".join(reasons))

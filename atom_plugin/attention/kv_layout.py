@@ -1,7 +1,8 @@
 """Layout of the KV pool: pages, strides, scales, and which pools of SGLang have it.
 
 NHD: token slot s of a layer is row s of [slots, KV heads, head dim]; page p holds the slots p * page_size ... and page
-0 is SGLang's dump for padding. K and V are separate tensors, possibly with different head dims.
+0 is SGLang's dump for padding. K and V are separate tensors, possibly with different head dims; MLA's pool has one
+tensor with one head, whose rows are keys, and values in their first kv_lora_rank columns.
 """
 
 from __future__ import annotations
@@ -75,16 +76,27 @@ def as_pages(buffer_SHD: torch.Tensor, page_size: int) -> torch.Tensor:
     return buffer_SHD.view(-1, page_size, heads, dim)
 
 
+def latent_pool_bytes(pool: Any) -> int:
+    """Return the bytes of one layer of SGLang's MLATokenToKVPool: a latent row a slot, and nothing a head."""
+    return int((pool.size + pool.page_size) * pool.kv_cache_dim * pool.dtype.itemsize)
+
+
 def why_not_pool(pool: Any) -> list[str]:
     """Return why the atom backend cannot read and write SGLang's KV ``pool``; empty where it can."""
     inner = host.full_attention_pool(pool)
-    if not host.is_plain_mha_pool(inner):
+    is_latent = host.is_plain_mla_pool(inner)
+    if not is_latent and not host.is_plain_mha_pool(inner):
         return [
-            f"the KV pool is a {type(inner).__name__}: takes MHATokenToKVPool, alone or inside HybridLinearKVPool "
-            f"(no sliding-window, MLA, FP4, MXFP8 or unified pool)"
+            f"the KV pool is a {type(inner).__name__}: takes MHATokenToKVPool and MLATokenToKVPool, alone or inside "
+            f"HybridLinearKVPool (no sliding-window, sparse, FP4, MXFP8 or unified pool)"
         ]
     reasons = []
-    if inner.kv_cache_layout != "nhd":
+    if is_latent and inner.kv_cache_dim != inner.kv_lora_rank + inner.qk_rope_head_dim:
+        reasons.append(
+            f"the KV pool's rows have {inner.kv_cache_dim} columns: takes kv_lora_rank {inner.kv_lora_rank} + "
+            f"qk_rope_head_dim {inner.qk_rope_head_dim}"
+        )
+    if not is_latent and inner.kv_cache_layout != "nhd":
         reasons.append(
             f"the KV pool's layout is {inner.kv_cache_layout}: takes NHD only; unset SGLANG_USE_HND_KVCACHE and "
             f"SGLANG_AITER_KV_CACHE_LAYOUT"

@@ -10,6 +10,7 @@ import torch
 from atom_plugin.attention.qk_norm_rope import QKNormRope
 from atom_plugin.attention.tables import LayerProblems, choose, forced_rows, modes_of
 from atom_plugin.dispatch import NoKernelError
+from atom_plugin.ops.paged_attention import NO_WINDOW
 
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32", "fp8", "fp8_e4m3")
 _WAY_OUT = "or another --attention-backend"
@@ -19,26 +20,43 @@ def why_not_backend(
     *,
     kv_cache_dtype: str,
     page_size: int,
-    use_mla: bool,
+    is_sparse: bool = False,
     is_encoder_decoder: bool = False,
     is_hybrid_swa: bool = False,
 ) -> list[str]:
     """Return why ``--attention-backend atom`` cannot serve a launch with these resolved options; empty if it can.
 
-    ``page_size``: tokens. ``use_mla``: the model's attention is MLA. ``is_hybrid_swa``: SGLang would give its
-    sliding-window layers a pool of their own.
+    ``page_size``: tokens. ``is_sparse``: the model's attention is DeepSeek's sparse one. ``is_hybrid_swa``: SGLang
+    would give its sliding-window layers a pool of their own.
     """
     reasons = []
     if kv_cache_dtype not in _KV_CACHE_DTYPES:
         reasons.append(f"--kv-cache-dtype {kv_cache_dtype}: use one of {', '.join(_KV_CACHE_DTYPES)}, {_WAY_OUT}")
     if page_size < 1 or page_size & (page_size - 1):
         reasons.append(f"--page-size {page_size}: use a power of two")
-    if use_mla:
-        reasons.append("the model's attention is MLA: drop --attention-backend atom")
+    if is_sparse:
+        reasons.append("the model's attention picks keys by an indexer: drop --attention-backend atom")
     if is_encoder_decoder:
         reasons.append("the model has cross attention: drop --attention-backend atom")
     if is_hybrid_swa:
         reasons.append("the sliding-window layers have a KV pool of their own: use --disable-hybrid-swa-memory")
+    return reasons
+
+
+def why_not_latent_layer(problems: LayerProblems) -> list[str]:
+    """Return why the backend cannot run a RadixAttention over a pool of latent rows; empty if it can, or has none."""
+    layer, reasons = problems.layer, []
+    name = f"attention layer {layer.layer_id}"
+    if problems.kind == "unabsorbed" and layer.tp_k_head_num != layer.tp_q_head_num:
+        reasons.append(
+            f"{name} has {layer.tp_q_head_num} query and {layer.tp_k_head_num} KV heads with values of "
+            f"{layer.v_head_dim} on a pool of latent rows: takes one KV head with values of {problems.kv_lora_rank}, "
+            f"or as many KV heads as query heads"
+        )
+    if problems.kind != "dense" and problems.window != NO_WINDOW:
+        reasons.append(f"{name} has a sliding window on a pool of latent rows")
+    if problems.kind != "dense" and layer.logit_cap > 0:
+        reasons.append(f"{name} caps its logits on a pool of latent rows")
     return reasons
 
 
@@ -71,10 +89,29 @@ class LayerOutline:
             )
 
 
-def why_no_row(layer: LayerProblems, *, captures: bool) -> list[str]:
+def latent_outlines(
+    *, heads: int, kv_lora_rank: int, rope_dim: int, unabsorbed: tuple[int, int] | None
+) -> list[LayerOutline]:
+    """Return the attention layers of an MLA layer with ``heads`` query heads: the absorbed and the un-absorbed one.
+
+    ``unabsorbed``: head dims of queries and keys, and of values; None where a model is always absorbed.
+    """
+    absorbed = LayerOutline(
+        tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=kv_lora_rank + rope_dim, v_head_dim=kv_lora_rank, fused=False
+    )
+    if unabsorbed is None:
+        return [absorbed]
+    qk_head_dim, v_head_dim = unabsorbed
+    per_head = LayerOutline(
+        tp_q_head_num=heads, tp_k_head_num=heads, qk_head_dim=qk_head_dim, v_head_dim=v_head_dim, fused=False
+    )
+    return [absorbed, per_head]
+
+
+def why_no_row(layer: LayerProblems, *, captures: bool, verify_len: int | None = None) -> list[str]:
     """Return why a dispatch table has no row for the layers of a launch, an entry a mode; empty if it has.
 
-    ``captures``: the launch captures graphs. Nothing is loaded.
+    ``captures``: the launch captures graphs. ``verify_len``: as in ``modes_of``. Nothing is loaded.
     """
     try:
         forced = forced_rows()
@@ -82,7 +119,7 @@ def why_no_row(layer: LayerProblems, *, captures: bool) -> list[str]:
         return [str(error)]
     reasons = []
     for captured in (False, True) if captures else (False,):
-        for _, table, problem, _ in modes_of(layer, captured=captured, has_sinks=False):
+        for _, table, problem, _ in modes_of(layer, captured=captured, has_sinks=False, verify_len=verify_len):
             try:
                 choose(table, problem, forced)
             except NoKernelError as error:

@@ -18,14 +18,19 @@ class DecodeMetadata:
 
     num_tokens: int
     batch: PagedBatch
+    q_len: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendMetadata:
-    """Any number of query tokens a request: extend, mixed, target verify, draft extend. ``num_tokens`` in all."""
+    """Any number of query tokens a request: extend, mixed, target verify, draft extend. ``num_tokens`` in all.
+
+    ``q_len``: query tokens of each request in the modes that have as many of each, else None.
+    """
 
     num_tokens: int
     batch: PagedBatch
+    q_len: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +77,12 @@ class _Buffers:
 class _Step:
     """One step, read from SGLang's batch. ``seq_lens_B``: keys of each request including this step's new tokens.
 
-    ``seq_lens_B`` and ``req_pool_indices_B`` may be SGLang's own memory, ``qo_indptr_B1`` (int32) is new.
+    ``seq_lens_B`` and ``req_pool_indices_B`` may be SGLang's own memory, ``qo_indptr_B1`` (int32) is new. ``q_len``:
+    as in ExtendMetadata.
     """
 
     is_decode: bool
+    q_len: int | None
     seq_lens_B: torch.Tensor
     req_pool_indices_B: torch.Tensor
     qo_indptr_B1: torch.Tensor
@@ -164,8 +171,9 @@ class MetadataBuilder:
             captured=captured,
             one_query_each=step.is_decode,
         )
-        kind = DecodeMetadata if step.is_decode else ExtendMetadata
-        return kind(num_tokens=step.num_tokens, batch=batch)
+        if step.is_decode:
+            return DecodeMetadata(num_tokens=step.num_tokens, batch=batch)
+        return ExtendMetadata(num_tokens=step.num_tokens, batch=batch, q_len=step.q_len)
 
 
 def _graph_of(step: _Step) -> tuple[bool, int, int]:
@@ -192,6 +200,7 @@ def _step_of(forward_batch: Any) -> _Step:
         return _ragged_step(forward_batch, max_seq_len)
     return _Step(
         is_decode=mode.is_decode(),
+        q_len=q_len,
         seq_lens_B=seq_lens_B,
         req_pool_indices_B=forward_batch.req_pool_indices,
         qo_indptr_B1=torch.arange(0, requests * q_len + 1, q_len, dtype=torch.int32, device=seq_lens_B.device),
@@ -208,6 +217,7 @@ def _ragged_step(forward_batch: Any, max_seq_len: int) -> _Step:
     torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=qo_indptr_B1[1:])
     return _Step(
         is_decode=False,
+        q_len=None,
         seq_lens_B=forward_batch.seq_lens,
         req_pool_indices_B=forward_batch.req_pool_indices,
         qo_indptr_B1=qo_indptr_B1,

@@ -85,6 +85,7 @@ def reasons_of(table: Any, row: str, problem: Any) -> list[str]:
         (UNIFIED, DECODE, {"page_size": 1}, "page size 1: takes powers of two from 16"),
         (UNIFIED, DECODE, {"page_size": 48}, "page size 48: takes powers of two from 16"),
         (UNIFIED, DECODE, {"page_size": 16, "return_lse": True}, "returns no lse"),
+        (UNIFIED, EXTEND, {"page_size": 16, "causal": False}, "not causal: called for causal attention only"),
         (UNIFIED, DECODE, {"page_size": 16, "v_head_dim": 64}, "head dim 128 of q and k, 64 of v: takes equal ones"),
         (UNIFIED, DECODE, {"page_size": 16, "num_kv_heads": 5}, "32 query heads do not divide over 5 KV heads"),
         (UNIFIED, DECODE, {"page_size": 16, "qk_head_dim": 8, "v_head_dim": 8}, "head dim 8: takes 16 to 512"),
@@ -115,6 +116,7 @@ def reasons_of(table: Any, row: str, problem: Any) -> list[str]:
          "KV cache of torch.float8_e4m3fnuz on gfx942 for these queries: takes bfloat16"),
         (PREFILL, EXTEND, {"has_sinks": True}, "attention sinks: main finds no kernel for them (ROCm/aiter #4976)"),
         (PREFILL, EXTEND, {"return_lse": True}, "returns no lse"),
+        (PREFILL, EXTEND, {"causal": False}, "not causal: called for causal attention only"),
     ],
 )  # fmt: skip
 def test_every_reason_of_attention(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tests.attention.world import HUGE_SLOT, World, verify_input
+from tests.attention.world import HUGE_SLOT, Shape, World, verify_input
 
 
 def tensors_in(metadata: Any, name: str = "metadata") -> dict[str, torch.Tensor]:
@@ -32,11 +32,13 @@ def tensors_in(metadata: Any, name: str = "metadata") -> dict[str, torch.Tensor]
 class StaticBatch:
     """SGLang's static buffers for one captured size, as its graph runner holds them."""
 
-    def __init__(self, mode: ForwardMode, requests: int, tokens_per_request: int) -> None:
+    def __init__(self, mode: ForwardMode, requests: int, tokens_per_request: int, shape: Shape | None = None) -> None:
+        shape = shape or Shape()
         tokens = requests * tokens_per_request
         self.mode, self.tokens_per_request = mode, tokens_per_request
-        self.q = torch.zeros(tokens, 64)
-        self.k, self.v = torch.zeros(tokens, 2, 16), torch.zeros(tokens, 2, 16)
+        self.q = torch.zeros(tokens, shape.num_q_heads * shape.head_dim)
+        self.k = torch.zeros(tokens, shape.num_kv_heads, shape.head_dim)
+        self.v = torch.zeros(tokens, shape.num_kv_heads, shape.v_head_dim)
         self.batch = ForwardBatch(
             forward_mode=mode,
             batch_size=requests,
@@ -59,9 +61,9 @@ class StaticBatch:
         for name in ("out_cache_loc", "positions"):
             getattr(batch, name).zero_()
             getattr(batch, name)[: step.num_real].copy_(getattr(live, name))
-        for ours, theirs in ((self.q, step.q), (self.k, step.k.view(-1, 2, 16)), (self.v, step.v.view(-1, 2, 16))):
+        for ours, theirs in ((self.q, step.q), (self.k, step.k), (self.v, step.v)):
             ours.zero_()
-            ours[: step.num_real].copy_(theirs)
+            ours[: step.num_real].copy_(theirs.view(-1, *ours.shape[1:]))
         return SimpleNamespace(
             batch_size=batch.batch_size,
             forward_mode=self.mode,
@@ -80,22 +82,25 @@ class StaticBatch:
 
 
 def check_graph_contract(
-    make_backend: Any, *, mode: ForwardMode = ForwardMode.DECODE, tokens_per_request: int = 1, page_size: int = 1
+    make_backend: Any,
+    *,
+    mode: ForwardMode = ForwardMode.DECODE,
+    tokens_per_request: int = 1,
+    page_size: int = 1,
+    world: World | None = None,
 ) -> None:
     """Capture sizes 4, 2 and 1, replay them with other lengths and with padding, and compare each with the oracle.
 
     Raises AssertionError that says what moved, or which replay was wrong.
     """
-    from tests.attention.world import Shape
-
-    world = World(Shape(page_size=page_size, max_context=256))
-    for buffer in (world.pool.get_key_buffer(0), world.pool.get_value_buffer(0)):
+    world = world or World(Shape(page_size=page_size, max_context=256))
+    for buffer in world.pool.get_kv_buffer(world.layer.layer_id):
         buffer[0] = 0.0  # SGLang's dump slot: zeros at first, padding afterwards
     backend = make_backend(world)
     backend.init_cuda_graph_state(4, 4 * tokens_per_request)
     graphs = {}
     for requests in (4, 2, 1):
-        static = StaticBatch(mode, requests, tokens_per_request)
+        static = StaticBatch(mode, requests, tokens_per_request, world.shape)
         backend.init_forward_metadata_out_graph(static.batch, in_capture=True)
         backend.init_forward_metadata_in_graph(static.batch)
         metadata = backend.forward_metadata

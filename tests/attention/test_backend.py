@@ -387,8 +387,10 @@ def test_what_is_not_served_is_refused_and_not_swallowed(mode: ForwardMode) -> N
     world = World()
     step = world.step(mode, [(world.add(9), 1)])
     backend = world.backend()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'q_rope'"):
-        world.run(backend, step, q_rope=torch.zeros(1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'topk_indices'"):
+        world.run(backend, step, topk_indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="attention layer 0 takes no q_rope, k_rope in this call"):
+        world.run(backend, step, q_rope=torch.zeros(1), k_rope=torch.zeros(1))
 
 
 @pytest.mark.parametrize("mode", [EXTEND, DECODE])

@@ -272,7 +272,7 @@ def test_forced_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("forced", "message"),
     [
-        ("attention=eager", "names the op 'attention'; the ops are: paged_attention, store_kv, qk_norm_rope_store_kv"),
+        ("attention=eager", "names the op 'attention'; the ops are: paged_attention, mla_attention, store_kv, qk_norm"),
         (
             "store_kv=cutlass",
             "names the row store_kv=cutlass; its rows are: aiter_reshape_and_cache_flash, triton, eager, reference",

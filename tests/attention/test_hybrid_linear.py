@@ -109,5 +109,5 @@ def test_capture_and_replay(world: FusedWorld) -> None:
 
 def test_an_unknown_kwarg_is_not_swallowed_on_the_way(world: FusedWorld) -> None:
     step = world.step(EXTEND, [(world.add(20), 3)])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'k_rope'"):
-        world.run(wrapped(world), step, k_rope=torch.zeros(1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'topk_indices'"):
+        world.run(wrapped(world), step, topk_indices=torch.zeros(1))

@@ -16,7 +16,7 @@ from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.dispatch import NoKernelError
 from tests.attention.world import Shape, World, make_layer
 
-SERVED: dict[str, Any] = {"kv_cache_dtype": "auto", "page_size": 16, "use_mla": False}
+SERVED: dict[str, Any] = {"kv_cache_dtype": "auto", "page_size": 16}
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"])
@@ -32,7 +32,7 @@ def test_launches_that_have_to_be_served(kv_cache_dtype: str, page_size: int) ->
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1: use one of auto, bfloat16"),
         ({"page_size": 24}, "--page-size 24: use a power of two"),
         ({"page_size": 0}, "--page-size 0: use a power of two"),
-        ({"use_mla": True}, "the model's attention is MLA: drop --attention-backend atom"),
+        ({"is_sparse": True}, "the model's attention picks keys by an indexer: drop --attention-backend atom"),
         ({"is_encoder_decoder": True}, "the model has cross attention: drop --attention-backend atom"),
         (
             {"is_hybrid_swa": True},
@@ -67,7 +67,7 @@ def test_rows_that_a_graph_cannot_hold_are_refused_with_the_graphs(monkeypatch: 
 
 
 def test_launch_reasons_come_all_at_once() -> None:
-    assert len(why_not_backend(kv_cache_dtype="fp8_e5m2", page_size=3, use_mla=True)) == 3
+    assert len(why_not_backend(kv_cache_dtype="fp8_e5m2", page_size=3, is_sparse=True)) == 3
 
 
 @pytest.mark.parametrize(
@@ -139,21 +139,27 @@ def mha_pool(**changes: Any) -> MHATokenToKVPool:
 
 def test_pools_that_have_to_be_served() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-        assert why_not_pool(mha_pool(dtype=dtype)) == []
+        assert why_not_pool(mha_pool(dtype=dtype)) == [] and why_not_pool(mla_pool(dtype)) == []
+
+
+def mla_pool(dtype: torch.dtype = torch.bfloat16) -> MLATokenToKVPool:
+    how: dict[str, Any] = {"size": 64, "page_size": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    return MLATokenToKVPool(**how, dtype=dtype, layer_num=1, device="cpu", enable_memory_saver=False)
 
 
 def test_every_pool_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    mla = MLATokenToKVPool(
-        size=64,
-        page_size=16,
-        dtype=torch.bfloat16,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
+    mla = mla_pool()
+    mla.kv_cache_dim = 656
+    assert why_not_pool(mla) == [
+        "the KV pool's rows have 656 columns: takes kv_lora_rank 32 + qk_rope_head_dim 16",
+    ]
+    mla.__class__ = type("PicksKeys", (MLATokenToKVPool,), {})
+    assert why_not_pool(mla)[0].startswith(
+        "the KV pool is a PicksKeys: takes MHATokenToKVPool and MLATokenToKVPool, alone"
     )
-    assert why_not_pool(mla)[0].startswith("the KV pool is a MLATokenToKVPool: takes MHATokenToKVPool, alone or inside")
+    assert why_not_pool(mla_pool(torch.float8_e5m2)) == [
+        "the KV pool holds torch.float8_e5m2: takes float32, bfloat16, float16, float8_e4m3"
+    ]
     assert why_not_pool(mha_pool(dtype=torch.float8_e5m2)) == [
         "the KV pool holds torch.float8_e5m2: takes float32, bfloat16, float16, float8_e4m3"
     ]

@@ -79,18 +79,7 @@ class World:
         self.layer = make_layer(shape)
         pages_per_request = -(-shape.max_context // shape.page_size)
         size = pages_per_request * shape.max_requests * shape.page_size
-        self.pool = MHATokenToKVPool(
-            size=size,
-            page_size=shape.page_size,
-            dtype=shape.kv_dtype or shape.dtype,
-            head_num=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
-            layer_num=1,
-            device="cpu",
-            enable_memory_saver=False,
-            enable_alt_stream=False,
-        )
+        self.pool = self.make_pool(size)
         self.req_to_token_pool = ReqToTokenPool(
             size=shape.max_requests, max_context_len=shape.max_context, device="cpu", enable_memory_saver=False
         )
@@ -107,10 +96,35 @@ class World:
             model=nn.ModuleList([self.layer]),
         )
 
+    def make_pool(self, size: int) -> Any:
+        """Return SGLang's pool of ``size`` tokens."""
+        shape = self.shape
+        return MHATokenToKVPool(
+            size=size,
+            page_size=shape.page_size,
+            dtype=shape.kv_dtype or shape.dtype,
+            head_num=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            layer_num=1,
+            device="cpu",
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+        )
+
+    def new_rows(self, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of ``num`` new tokens, [tokens, heads, dim]."""
+        shape = self.shape
+        k = 3 * torch.randn(num, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
+        return k, torch.randn(num, shape.num_kv_heads, shape.v_head_dim).to(shape.dtype)
+
     def poison(self) -> None:
         """Fill pool and index table with what must never be read; row 0 names SGLang's dump slot 0."""
-        for buffer in (self.pool.k_buffer[0], self.pool.v_buffer[0]):
-            buffer.fill_(0x7F if buffer.dtype == torch.uint8 else float("nan"))
+        for buffer in self.pool.get_kv_buffer(self.layer.layer_id):
+            if buffer.dtype.itemsize == 1:
+                buffer.view(torch.uint8).fill_(0x7F)
+            else:
+                buffer.fill_(float("nan"))
         self.req_to_token_pool.req_to_token[1:] = HUGE_SLOT
         self.req_to_token_pool.req_to_token[0, 16:] = HUGE_SLOT
 
@@ -130,15 +144,14 @@ class World:
         self.requests.append(request)
         if cached:
             slots, k, v = self._grow(request, cached)
-            k_pool, v_pool = self.pool.get_kv_buffer(0)
+            k_pool, v_pool = self.pool.get_kv_buffer(self.layer.layer_id)
             write(k_pool, slots, k / scale_of(shape, shape.k_scale))
             write(v_pool, slots, v / scale_of(shape, shape.v_scale))
         return request
 
     def _grow(self, request: Request, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape = self.shape
-        k = 3 * torch.randn(num, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
-        v = torch.randn(num, shape.num_kv_heads, shape.v_head_dim).to(shape.dtype)
+        k, v = self.new_rows(num)
         slots = []
         for position in range(len(request), len(request) + num):
             if position // shape.page_size == len(request.pages):

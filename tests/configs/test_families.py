@@ -30,13 +30,15 @@ def changed(name: str, **changes: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (K2, {"num_key_value_heads": 8}, "field 'num_key_value_heads' is 8: accepted: 64"),
-    (K2, {"n_group": 8}, "field 'n_group' is 8: accepted: 1"),
-    (K2, {"topk_group": 4}, "field 'topk_group' is 4: accepted: 1"),
+    (K2, {"n_group": 7}, "field 'n_group' is 7: 384 experts do not split into so many equal groups"),
+    (K2, {"n_group": 384}, "field 'n_group' is 384: 384 experts do not split into so many equal groups of two or"),
+    (K2, {"topk_group": 4}, "field 'topk_group' is 4: of 1 groups of 384 experts it must hold 8"),
+    (K2, {"n_group": 96}, "field 'topk_group' is 1: of 96 groups of 4 experts it must hold 8"),
     (K2, {"scoring_func": "softmax"}, "field 'scoring_func' is 'softmax': accepted: 'sigmoid'"),
     (K2, {"topk_method": "greedy"}, "field 'topk_method' is 'greedy': accepted: 'noaux_tc'"),
     (K2, {"attention_bias": True}, "field 'attention_bias' is True: accepted: None, False"),
     (K2, {"moe_layer_freq": 2}, "field 'moe_layer_freq' is 2: accepted: 1"),
-    (K2, {"num_nextn_predict_layers": 1}, "field 'num_nextn_predict_layers' is 1: accepted: None, 0"),
+    (K2, {"num_nextn_predict_layers": -1}, "field 'num_nextn_predict_layers' is -1: it must not be negative"),
     (K2, {"head_dim": 128}, "field 'head_dim' is 128: accepted: None, 64"),
     (K2, {"qk_head_dim": 128}, "field 'qk_head_dim' is 128: accepted: None, 192"),
     (K2, {"rope_interleave": False}, "field 'rope_interleave' is False: accepted: None, True"),

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from atom_plugin import cli
-from atom_plugin.attention.tables import LayerKernels
+from atom_plugin.attention.tables import LayerKernels, LayerProblems
 from atom_plugin.cli import ARCHS
 from atom_plugin.configs import load_spec
-from atom_plugin.explain import Plan, explain, outline_of
+from atom_plugin.explain import Plan, explain, outlines_of
 from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf_configs"
@@ -45,9 +45,9 @@ def test_rows_by_machine(plan: Plan, expected: dict[str, str]) -> None:
 
 def test_the_choice_is_that_of_a_launch() -> None:
     spec = load_spec(MOE)
-    kernels = LayerKernels(
-        outline_of(spec, 2), arch="cpu", q_dtype=torch.bfloat16, pool_dtype=torch.float8_e4m3fn, page_size=64
-    )
+    (outline,) = outlines_of(spec, 2)
+    how = {"arch": "cpu", "q_dtype": torch.bfloat16, "pool_dtype": torch.float8_e4m3fn, "page_size": 64}
+    kernels = LayerKernels(LayerProblems(layer=outline, **how))
     kernels.resolve(captured=True, has_sinks=False)
     found = rows(Plan(arch="cpu", tp=2, kv_cache_dtype="fp8_e4m3", page_size=64))
     assert kernels.rows["paged_attention decode in a graph"] == found["decode in a graph"]
@@ -105,8 +105,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ((str(MOE), "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: use one of"),
         ((str(CONFIGS / "deepseek-ai--DeepSeek-V3.json"),), "with model_type 'deepseek_v3' is not one that"),
         (
-            (str(CONFIGS / "moonshotai--Kimi-K2-Instruct.json"),),
-            "reads configs of DeepseekV3ForCausalLM with model_type 'kimi_k2', but has no model for it yet",
+            (str(CONFIGS / "Qwen--Qwen3.5-27B.json"),),
+            "reads configs of Qwen3_5ForConditionalGeneration with model_type 'qwen3_5', but has no model for it yet",
         ),
         (("/nowhere",), "/nowhere: cannot be read as a config"),
     ],

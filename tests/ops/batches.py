@@ -21,6 +21,7 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     captured: bool = False,
     orphans: int = 0,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
     """Return (k_pages, v_pages, batch) with shuffled pages; what holds no key is NaN, unused table entries are huge.
 
@@ -48,5 +49,6 @@ def make_batch(
         max_seq_len=max(seq_lens),
         captured=captured,
         one_query_each=orphans == 0 and all(q_len == 1 for q_len in q_lens),
+        causal=causal,
     )
     return k.to(dtype), v.to(dtype), batch

@@ -44,6 +44,7 @@ def assert_rows_agree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: 
     window=st.sampled_from([NO_WINDOW, 1, 7, 100]),
     logit_cap=st.sampled_from([0.0, 5.0]),
     return_lse=st.booleans(),
+    causal=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_eager_is_the_reference_on_random_batches(
@@ -54,6 +55,7 @@ def test_eager_is_the_reference_on_random_batches(
     window: int,
     logit_cap: float,
     return_lse: bool,
+    causal: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -62,7 +64,9 @@ def test_eager_is_the_reference_on_random_batches(
     if max(seq_lens) == 0:
         seq_lens[0] = 1
     kv_heads, group = groups
-    k, v, batch = make_batch(q_lens, seq_lens, page_size=page_size, kv_heads=kv_heads, dim=dims[0], v_dim=dims[1])
+    heads_and_dims = {"kv_heads": kv_heads, "dim": dims[0], "v_dim": dims[1]}
+    k, v, batch = make_batch(q_lens, seq_lens, page_size=page_size, **heads_and_dims, causal=causal)
+    window = window if causal else NO_WINDOW
     q = 3 * torch.randn(sum(q_lens), kv_heads * group, dims[0])
     assert_rows_agree(
         q, k, v, batch, scale=0.3, k_scale=0.5, v_scale=2.0, window=window, logit_cap=logit_cap, return_lse=return_lse
@@ -76,6 +80,39 @@ def test_every_dtype(dtype: torch.dtype, kv_dtype: torch.dtype | None, q_lens: l
     k, v, batch = make_batch(q_lens, [90, 31, 7], page_size=16, dtype=kv_dtype or dtype)
     q = torch.randn(sum(q_lens), 4, 16, dtype=dtype)
     assert_rows_agree(q, k, v, batch, scale=0.25, k_scale=0.5, v_scale=2.0)
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [7, 30, 2, 300]], ids=["one query", "queries"])
+@pytest.mark.parametrize("row", ["eager", "reference"])
+def test_not_causal_is_attention_to_every_key(row: str, q_lens: list[int]) -> None:
+    """PyTorch's own attention without a mask; a request without keys gets zeros and -inf."""
+    seq_lens = [3, 40, 0, 65]
+    k, v, batch = make_batch(q_lens, seq_lens, causal=False)
+    q = torch.randn(sum(q_lens), 4, 16)
+    out, lse = paged_attention(q, k, v, batch, scale=0.25, return_lse=True, forced=row)
+    assert lse is not None
+    first = 0
+    for request, (q_len, seq_len) in enumerate(zip(q_lens, seq_lens, strict=True)):
+        rows = slice(first, first + q_len)
+        first += q_len
+        if not seq_len:
+            assert not out[rows].any() and (lse[rows] == -torch.inf).all()
+            continue
+        pages = batch.page_table.pages_BP[request, :seq_len].long()
+        keys, values = (x[pages, 0].repeat_interleave(2, dim=1).transpose(0, 1) for x in (k, v))
+        queries = q[rows].transpose(0, 1)
+        expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, scale=0.25)
+        torch.testing.assert_close(out[rows].transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+        scores = 0.25 * queries @ keys.transpose(1, 2)
+        torch.testing.assert_close(lse[rows].T, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_keys_that_are_parts_of_wider_rows() -> None:
+    """As a model hands them over."""
+    k, v, batch = make_batch([3, 5], [3, 5])
+    wide = torch.cat([k, v], dim=-1)
+    q = torch.randn(8, 4, 16)
+    assert_rows_agree(q, wide[..., :16], wide[..., 16:], batch, scale=0.25)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -233,6 +270,8 @@ def test_cells_that_a_cpu_has_to_serve(cell: dict[str, Any]) -> None:
     "cell",
     [
         {"captured": True, "return_lse": True, "has_sinks": True},
+        {"phase": "extend", "num_kv_heads": 8, "qk_head_dim": 192, "v_head_dim": 128, "return_lse": True},
+        {"phase": "extend", "causal": False, "return_lse": True},
         {"phase": "extend", "page_size": 1024, "window": 128, "logit_cap": 30.0},
         {"q_dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "qk_head_dim": 256, "v_head_dim": 256},
         {"q_dtype": torch.float16, "kv_dtype": torch.float16, "num_q_heads": 96, "num_kv_heads": 6, "qk_head_dim": 80},

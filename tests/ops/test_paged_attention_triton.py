@@ -51,6 +51,17 @@ def test_batches(name: str, page_size: int) -> None:
 
 
 @pytest.mark.usefixtures("_splits")
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_not_causal(name: str, heads: tuple[int, int]) -> None:
+    """Queries see every key, as those of a chunk of prefixes; more queries than a block holds, and masks left out."""
+    q_lens, seq_lens = BATCHES[name]
+    dims = {"kv_heads": heads[1], "dim": 24, "v_dim": 20}
+    k, v, batch = make_batch(q_lens, seq_lens, **dims, orphans=2, causal=False)
+    assert_defined(torch.randn(sum(q_lens) + 2, heads[0], 24), k, v, batch, return_lse=True)
+
+
+@pytest.mark.usefixtures("_splits")
 @pytest.mark.parametrize(
     "how",
     [
@@ -162,6 +173,12 @@ def test_no_tokens_and_no_positive_scale() -> None:
     k, v, batch = make_batch([1, 1], [5, 9], page_size=4)
     with pytest.raises(ValueError, match=r"scale -0\.3 times k_scale 1\.0 has to be positive"):
         paged_attention(torch.zeros(2, 4, 16), k, v, batch, scale=-0.3, forced="triton")
+
+
+def test_a_window_of_what_is_not_causal() -> None:
+    k, v, batch = make_batch([1, 1], [5, 9], page_size=4, causal=False)
+    with pytest.raises(ValueError, match="window 5 of a batch that is not causal: takes NO_WINDOW"):
+        paged_attention(torch.zeros(2, 4, 16), k, v, batch, scale=0.3, window=5)
 
 
 @pytest.mark.parametrize("window", [-2, 1.5])

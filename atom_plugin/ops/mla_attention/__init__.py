@@ -203,6 +203,8 @@ def check(q_THD: torch.Tensor, kv_pages: torch.Tensor, batch: PagedBatch, kv_lor
             f"queries of {q_shape[2]} columns, latent rows of {kv_shape[3]}, kv_lora_rank {kv_lora_rank}: takes equal "
             "numbers of columns, kv_lora_rank at most as many"
         )
+    if not batch.causal:
+        raise ValueError("a batch that is not causal: takes causal ones")
     num_requests = batch.seq_lens_B.shape[0]
     indices = {"qo_indptr_B1": batch.qo_indptr_B1, "seq_lens_B": batch.seq_lens_B, "pages_BP": pages_BP}
     shapes = {name: tuple(tensor.shape) for name, tensor in indices.items()}

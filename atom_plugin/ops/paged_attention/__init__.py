@@ -26,7 +26,8 @@ class PagedBatch:
     request **including** this step's new tokens, which are its last ones. ``max_q_len`` and ``max_seq_len``: bounds
     in tokens; for a captured batch they bound every later replay. ``captured``: the tensors are refilled in place
     between runs, so nothing derived from their values may outlive one call. ``one_query_each``: query b is the one of
-    request b, for every request, as in decode.
+    request b, for every request, as in decode. ``causal``: False where the new tokens are not among the keys, each of
+    which every query of the request sees.
     """
 
     qo_indptr_B1: torch.Tensor
@@ -36,6 +37,7 @@ class PagedBatch:
     max_seq_len: int
     captured: bool
     one_query_each: bool
+    causal: bool = True
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: object, derive: Callable[[], Any]) -> Any:
@@ -51,8 +53,8 @@ class PagedBatch:
 class PagedAttentionProblem:
     """What a row has to know to say whether it can run; one per layer kind and mode.
 
-    ``window``: a query at position p sees keys p - window ... p, NO_WINDOW for all of them. ``forced``: the row that
-    a person asked for by name.
+    ``window``: a query at position p sees keys p - window ... p, NO_WINDOW for all of them. ``causal``: as in
+    PagedBatch. ``forced``: the row that a person asked for by name.
     """
 
     arch: str
@@ -69,6 +71,7 @@ class PagedAttentionProblem:
     logit_cap: float
     return_lse: bool
     has_sinks: bool
+    causal: bool = True
     forced: str | None = None
 
 
@@ -196,8 +199,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend each query to the keys of its own request up to its own position, and return ``(out, lse)``.
 
-    ``q_THD``: [tokens, query heads, qk head dim]. ``k_pages``: [pages, page size, KV heads, qk head dim];
-    ``v_pages``: same with the v head dim; both are the pool's own memory, only read. Scores are
+    In a batch that is not causal each query sees all keys of its request. ``q_THD``: [tokens, query heads, qk head
+    dim]. ``k_pages``: [pages, page size, KV heads, qk head dim]; ``v_pages``: same with the v head dim; both are the
+    pool's own memory, or keys and values handed over as pages of one token, only read. Scores are
     ``scale * k_scale * q.k``, then ``logit_cap * tanh(scores / logit_cap)`` if ``logit_cap > 0``, then softmax; values
     count ``v_scale`` times. ``sinks_H``: [query heads], a score a head that takes its share of the softmax and has no
     value (https://arxiv.org/abs/2309.17453, as in gpt-oss). ``out``: [tokens, query heads, v head dim] in the dtype of
@@ -210,6 +214,8 @@ def paged_attention(
     found = problems_of(q_THD, k_pages, v_pages, batch, sinks_H)
     if not isinstance(window, int) or window < NO_WINDOW:
         found.append(f"window {window!r}: takes a number of keys, or NO_WINDOW ({NO_WINDOW})")
+    elif window != NO_WINDOW and not batch.causal:
+        found.append(f"window {window} of a batch that is not causal: takes NO_WINDOW ({NO_WINDOW})")
     if found:
         raise ValueError("paged_attention: " + "; ".join(found))
     problem = PagedAttentionProblem(
@@ -227,6 +233,7 @@ def paged_attention(
         logit_cap=logit_cap,
         return_lse=return_lse,
         has_sinks=sinks_H is not None,
+        causal=batch.causal,
         forced=forced,
     )
     row: PagedAttention = TABLE.choose(problem, forced).load()

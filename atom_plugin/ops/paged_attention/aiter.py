@@ -45,6 +45,8 @@ def _why_not_any(problem: PagedAttentionProblem) -> list[str]:
         reasons.append(f"{problem.num_q_heads} query heads do not divide over {problem.num_kv_heads} KV heads")
     if problem.return_lse:
         reasons.append("returns no lse")
+    if not problem.causal:
+        reasons.append("not causal: called for causal attention only")
     return reasons
 
 

@@ -203,8 +203,8 @@ def _check(
     q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, return_lse: bool
 ) -> None:
     """Raise ValueError for what would be read wrongly, or out of bounds: AITER checks little of it, or aborts."""
-    if return_lse:
-        raise ValueError("this row returns no lse")
+    if return_lse or not batch.causal:
+        raise ValueError(f"lse {return_lse}, causal {batch.causal}: takes causal attention without an lse")
     table, requests = batch.page_table, batch.seq_lens_B.shape[0]
     if q_THD.dim() != 3 or k_pages.dim() != 4 or k_pages.shape != v_pages.shape:
         raise ValueError(

@@ -97,7 +97,8 @@ def _gather(pages: torch.Tensor, slots_N: torch.Tensor, tile: Tile, dtype: torch
     """
     take = _allocate if tile.captured else _SCRATCH.take
     _, _, heads, dim = pages.shape
-    rows, shape = pages.view(-1, heads * dim), (slots_N.shape[0], heads * dim)
+    # keys and values that a model hands over may be parts of wider rows; the pool's own are not, and not copied here
+    rows, shape = pages.reshape(-1, heads * dim), (slots_N.shape[0], heads * dim)
     if pages.dtype.itemsize == 1:  # index_select has no float8
         rows = rows.view(torch.uint8)
     gathered = take(name if pages.dtype == dtype else "stored", shape, rows.dtype, pages.device)

@@ -169,6 +169,7 @@ def _attend(
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_SPLIT: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one KV head over one range of its keys.
 
@@ -204,13 +205,14 @@ def _attend(
         return
     query = first + rows // GROUP
     real = (rows < BLOCK_Q * GROUP) & (query < q_len)
-    position = seq_len - q_len + query
+    start = seq_len - q_len if CAUSAL else seq_len  # of the queries: position of the first
+    position = start + query
     row_THs = (q_begin + query).to(tl.int64) * HEADS + heads
 
-    key_end = tl.minimum(seq_len, seq_len - q_len + first + BLOCK_Q)
+    key_end = tl.minimum(seq_len, start + first + BLOCK_Q)
     key_begin = 0
     if HAS_WINDOW:
-        key_begin = tl.maximum(seq_len - q_len + first - window, 0) // BLOCK_N * BLOCK_N
+        key_begin = tl.maximum(start + first - window, 0) // BLOCK_N * BLOCK_N
     blocks_each = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), BLOCK_N), tl.num_programs(1))
     begin = key_begin + split * blocks_each * BLOCK_N
     end = tl.minimum(begin + blocks_each * BLOCK_N, key_end)
@@ -235,7 +237,7 @@ def _attend(
     k_head, v_head = k + kv_head * k_stride_h, v + kv_head * v_stride_h
     seen_by_all = begin
     if BLOCK_M >= 64 and not HAS_WINDOW:  # many queries compute more than they wait: masks only where needed
-        seen_by_all = tl.maximum(tl.minimum(end, seq_len - q_len + first + 1), begin)
+        seen_by_all = tl.maximum(tl.minimum(end, start + first + 1), begin)
         seen_by_all = begin + (seen_by_all - begin) // BLOCK_N * BLOCK_N
         acc, acc_odd, top, total = _over_keys(
             acc, acc_odd, top, total, q_MD, q_odd, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
@@ -348,7 +350,7 @@ def paged_attention(
         PAGE_SIZE=batch.page_table.page_size, IS_SPLIT=splits > 1, BLOCK_A_REQUEST=a_block_a_request,
         HAS_CAP=logit_cap > 0, HAS_WINDOW=window != NO_WINDOW, HAS_SINKS=sinks_H is not None,
         HAS_LSE=return_lse or splits > 1, NARROW=dot == torch.float16 and q_THD.dtype != dot, DOT=_TRITON[dot],
-        PAIRS=pairs, num_warps=shape.warps, num_stages=shape.stages,
+        PAIRS=pairs, CAUSAL=batch.causal, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _reduce[(num_tokens, num_heads)](

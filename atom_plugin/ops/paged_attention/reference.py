@@ -31,7 +31,7 @@ def paged_attention(
         k_LHD, v_LHD = (_keys_of(pages, batch, request, seq_len) for pages in (k_pages, v_pages))
         first_token, end_token = bounds[request], bounds[request + 1]
         for token in range(first_token, end_token):
-            position = seq_len - (end_token - token)
+            position = seq_len - (end_token - token if batch.causal else 1)
             seen = slice(0 if window == NO_WINDOW else max(0, position - window), position + 1)
             if position < 0:
                 continue

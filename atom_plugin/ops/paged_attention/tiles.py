@@ -18,7 +18,8 @@ class Tile:
     """Requests that run together.
 
     ``rows``: their query tokens in the batch, request-major. ``slots_BL``: int64 slots of the keys that any of their
-    queries sees. ``first_keys``, ``first_queries``: positions of each request's first key and first query.
+    queries sees. ``first_keys``, ``first_queries``: positions of each request's first key and first query; not
+    ``causal``, all queries of a request are at its last key.
     """
 
     rows: slice | torch.Tensor
@@ -30,6 +31,7 @@ class Tile:
     is_padded: bool
     is_causal_square: bool
     has_blind_queries: bool
+    causal: bool
     captured: bool
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
@@ -61,7 +63,8 @@ class Tile:
         """Return bool [requests, queries, keys]: whether a query may see a key."""
         device = self.slots_BL.device
         first_B2 = torch.tensor([self.first_queries, self.first_keys], device=device).T
-        q_pos = first_B2[:, :1] + torch.arange(queries.start, queries.stop, device=device)
+        places = torch.arange(queries.start, queries.stop, device=device)
+        q_pos = first_B2[:, :1] + (places if self.causal else torch.zeros_like(places))
         k_pos = first_B2[:, 1:] + torch.arange(keys.start, keys.stop, device=device)
         seen = k_pos[:, None, :] <= q_pos[:, :, None]
         if window != NO_WINDOW:
@@ -136,10 +139,11 @@ def _tile(batch: PagedBatch, bounds: list[int], seq_lens: list[int], requests: l
         q_len=q_len,
         slots_BL=_token_table(batch, requests, spans, lens).slots_BL,
         first_keys=tuple(seq_len - span for seq_len, span in zip(lens, spans, strict=True)),
-        first_queries=tuple(seq_len - q_len for seq_len in lens),
+        first_queries=tuple(seq_len - (q_len if batch.causal else 1) for seq_len in lens),
         is_padded=min(spans) != max(spans),
-        is_causal_square=len(requests) == 1 and window == NO_WINDOW and lens[0] == q_len,
-        has_blind_queries=min(lens) < q_len,
+        is_causal_square=batch.causal and len(requests) == 1 and window == NO_WINDOW and lens[0] == q_len,
+        has_blind_queries=batch.causal and min(lens) < q_len,
+        causal=batch.causal,
         captured=batch.captured,
     )
 
