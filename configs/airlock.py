@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atom_plugin.configs.fields import ConfigError
+from atom_plugin.configs.rope import without_other_types
 
 #: What messages call a config that came as an object, and one that came as a mapping.
 OBJECT = "hf_config"
@@ -91,7 +92,7 @@ def _plain(value: Any) -> Any:
         if name == "model_type" or hasattr(held, "to_dict"):
             stated[name] = held
     rope = stated.get("rope_parameters")
-    if isinstance(rope, Mapping) and "rope_type" in rope:
-        # SGLang keeps the older key beside it, and an override leaves it behind
-        stated["rope_parameters"] = {key: item for key, item in rope.items() if key != "type"}
+    if isinstance(rope, Mapping) and "type" in rope and rope["type"] != rope.get("rope_type", rope["type"]):
+        # SGLang keeps the older key beside it, and an override leaves it behind with what its type has
+        stated["rope_parameters"] = {**without_other_types(rope, rope["rope_type"]), "rope_type": rope["rope_type"]}
     return _plain(stated)

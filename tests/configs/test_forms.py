@@ -118,6 +118,15 @@ def test_overrides(name: str, overrides: dict[str, Any], field: str, value: Any)
     assert vars(load_spec(fixtures.path(name), overrides=overrides))[field] == value
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "rope_theta"])
+def test_a_rope_override_beside_the_text_model(name: str) -> None:
+    """It would change nothing: the message says where it belongs."""
+    with pytest.raises(
+        ConfigError, match=f"^overrides: '{name}' belongs .* give {{'text_config': {{'{name}': \\.\\.\\.}}}}"
+    ):
+        load_spec(fixtures.path("moonshotai--Kimi-K2.5"), overrides={name: {"rope_type": "default"}})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
