@@ -70,7 +70,7 @@ def _sglang_range() -> Finding:
     if not reason:
         return Finding(RANGE, host.SUPPORTED_SGLANG)
     try:
-        allowed = settings.ALLOW_SGLANG.get()
+        allowed = settings.ALLOW_SGLANG.get() and host.says_version()
     except ValueError:  # a finding of its own
         allowed = False
     if allowed:

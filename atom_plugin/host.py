@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from atom_plugin import settings
 
@@ -25,8 +25,20 @@ def sglang_version() -> str:
 
 @functools.cache
 def since(version: str) -> bool:
-    """Return whether the SGLang that is here is ``version`` or newer."""
-    return Version(sglang_version()) >= Version(version)
+    """Return whether the SGLang that is here is ``version`` or newer.
+
+    One that says no version is taken for the newest, so that launches without atom go on; those with atom are refused.
+    """
+    return not says_version() or Version(sglang_version()) >= Version(version)
+
+
+def says_version() -> bool:
+    """Return whether what the SGLang that is here calls itself is a version by PEP 440."""
+    try:
+        Version(sglang_version())
+    except InvalidVersion:
+        return False
+    return True
 
 
 def why_not_version() -> str:
@@ -35,13 +47,15 @@ def why_not_version() -> str:
     By PEP 440: post-releases and local builds of a supported release are inside. Release candidates and development
     builds are outside, also of a supported release: their number does not say which release's names they have.
     """
-    if SpecifierSet(SUPPORTED_SGLANG).contains(sglang_version(), prereleases=False):
+    if says_version() and SpecifierSet(SUPPORTED_SGLANG).contains(sglang_version(), prereleases=False):
         return ""
     return f"atom-plugin supports the releases of SGLang {SUPPORTED_SGLANG}, and SGLang {sglang_version()} is installed"
 
 
 def what_to_do_about_version() -> str:
     """Return the ways out of an unsupported SGLang."""
+    if not says_version():
+        return f"Install one of them: {settings.ALLOW_SGLANG.name}=1 does not help where there is no version (PEP 440)"
     return f"Install one of them, or set {settings.ALLOW_SGLANG.name}=1 to try this one, untested"
 
 

@@ -145,7 +145,7 @@ def _check_version() -> None:
     reason = host.why_not_version()
     if not reason:
         return
-    if settings.ALLOW_SGLANG.get():
+    if settings.ALLOW_SGLANG.get() and host.says_version():
         logger.warning("%s: %s", reason, host.allowed_all_the_same())
         return
     why_incomplete = f"{reason}. {host.what_to_do_about_version()}, or launch without atom."

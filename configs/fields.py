@@ -92,6 +92,10 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: More than any model has, by field: what is made for each of them is bounded.
+AT_MOST = {"num_hidden_layers": 1000}
+
+
 class ConfigError(ValueError):
     """A config that we cannot take: names the file, the field, its value and what is accepted."""
 
@@ -113,6 +117,9 @@ class Fields:
         path: str = "",
         generic: frozenset[str] = GENERIC_FIELDS,
     ) -> None:
+        for name in values:
+            if not isinstance(name, str):
+                raise ConfigError(f"{source}: field {path}{name!r}: the name of a field must be text")
         self._values = values
         self.source = source
         self.as_published = as_published
@@ -161,10 +168,13 @@ class Fields:
         return value
 
     def positive(self, *names: str) -> int:
-        """Return ``one_of(names, int)``; raise ConfigError unless it is greater than zero."""
+        """Return ``one_of(names, int)``; raise ConfigError unless it is greater than zero and what a model may have."""
         value = self.one_of(names, int)
+        name = next(name for name in names if self.has(name))
         if value <= 0:
-            raise self.error(next(name for name in names if self.has(name)), "it must be greater than zero")
+            raise self.error(name, "it must be greater than zero")
+        if value > AT_MOST.get(name, value):
+            raise self.error(name, f"it must be at most {AT_MOST[name]}")
         return value
 
     def between(self, name: str, low: float, high: float) -> float:

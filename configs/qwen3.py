@@ -73,6 +73,8 @@ def _head_dim(fields: Fields, *, may_be_absent: bool) -> int:
 
 def _common(fields: Fields, *, head_dim_may_be_absent: bool) -> dict[str, Any]:
     head_dim = _head_dim(fields, may_be_absent=head_dim_may_be_absent)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"rope turns pairs of elements, and a head has {head_dim}")
     fields.only("hidden_act", ("silu",))
     fields.only("use_sliding_window", (None, False))
     if fields.optional("use_sliding_window") is None:  # else the flag decides, and files carry an unused width

@@ -234,13 +234,28 @@ def test_a_version_outside_of_the_range_ends_an_atom_launch(version: str, flags:
     ) in ran.stderr
 
 
+@pytest.mark.parametrize("allowed", ["0", "1"])
+def test_what_is_no_version_ends_an_atom_launch(allowed: str) -> None:
+    """A build that calls itself "unknown" cannot be compared: refused, allowed or not; others launch."""
+    code = (
+        f"{fake('unknown')}\ncheck(attention_backend='torch_native')\nprint('auto checked')\ncheck(model_impl='atom')"
+    )
+    ran = run(code, env={"ATOM_PLUGIN_ALLOW_SGLANG": allowed})
+    assert "auto checked" in ran.stdout and ran.returncode != 0, ran.stderr[-3000:]
+    assert (
+        "--model-impl atom: atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang unknown is "
+        "installed. Install one of them: ATOM_PLUGIN_ALLOW_SGLANG=1 does not help where there is no version (PEP 440), "
+        "or launch without atom."
+    ) in ran.stderr
+
+
 def test_a_version_outside_of_the_range_that_is_allowed() -> None:
     """ATOM_PLUGIN_ALLOW_SGLANG=1 makes it a warning, and the launch is checked like any other."""
     after = f"{metadata.version('sglang')}.post1.dev9"  # newer than the SGLang that is here, and taken for it
     code = f"{fake(after)}\ncheck(model_impl='atom', attention_backend='torch_native')\nprint('atom checked')"
     ran = run(code, env={"ATOM_PLUGIN_ALLOW_SGLANG": "1"})
     assert ran.returncode == 0 and "atom checked" in ran.stdout, ran.stderr[-3000:]
-    assert "is installed: it is served because ATOM_PLUGIN_ALLOW_SGLANG=1, untested, as if it were" in ran.stderr
+    assert "is installed: it is served because ATOM_PLUGIN_ALLOW_SGLANG=1, untested" in ran.stderr
 
 
 def test_a_malformed_permission_is_none() -> None:
