@@ -1,4 +1,4 @@
-"""The tiny Kimi-K2 on a GPU, in bf16 and under graphs: our model and backend beside SGLang's, in all four corners."""
+"""The tiny Kimi-K2 on a GPU, in bf16 and under graphs: our model beside SGLang's, both on our backend."""
 
 from __future__ import annotations
 
@@ -12,33 +12,29 @@ from tests.gpu.test_models_on_a_gpu import figures, run_engine, solved_problems
 pytestmark = pytest.mark.gpu
 
 KIMI = Path(__file__).parents[2] / "examples" / "tiny-kimi-k2"
-MODELS = {"atom": "atom_plugin.models.kimi_k2.KimiK2ForCausalLM"}
+OURS = "atom_plugin.models.kimi_k2.KimiK2ForCausalLM"
 
 
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    """Return what SGLang's model says on SGLang's Triton backend: FA3 and FlashMLA take latents of 512 alone."""
-    found, log = run_engine(KIMI, solved_problems(), flags("sglang", "triton"))
-    assert found is not None, log[-5000:]
-    return found
+def flags(model_impl: str) -> dict[str, Any]:
+    """Return the flags of a launch on our backend."""
+    return {"dtype": "bfloat16", "model_impl": model_impl, "attention_backend": "atom"}
 
 
-def flags(model_impl: str, attention_backend: str) -> dict[str, Any]:
-    """Return the flags of one corner."""
-    return {"dtype": "bfloat16", "model_impl": model_impl, "attention_backend": attention_backend}
+def test_our_model_beside_sglangs() -> None:
+    """Prefill un-absorbed, decode absorbed under graphs, on our backend.
 
-
-@pytest.mark.parametrize("corner", [("atom", "atom"), ("sglang", "atom"), ("atom", "triton")], ids=" x ".join)
-def test_corner(corner: tuple[str, str], theirs: Any) -> None:
-    """Prefill un-absorbed, decode absorbed under graphs: the logprobs of SGLang's model on SGLang's backend."""
-    model_impl, backend = corner
-    ours, log = run_engine(KIMI, solved_problems(), flags(model_impl, backend))
+    SGLang's own backends do not take this checkpoint on a GPU: FA3 and FlashMLA have latents of 512 alone, and the
+    Triton one does not compile for 64 (0.5.17).
+    """
+    theirs, log = run_engine(KIMI, solved_problems(), flags("sglang"))
+    assert theirs is not None, log[-5000:]
+    assert OURS not in log and "mla_attention=triton" in log
+    ours, log = run_engine(KIMI, solved_problems(), flags("atom"))
     assert ours is not None, log[-5000:]
-    assert (MODELS["atom"] in log) == (model_impl == "atom")
-    assert ("mla_attention=triton" in log) == (backend == "atom")
+    assert OURS in log and "mla_attention=triton" in log
     found = [
         abs(a - b) for x, y in zip(ours["scored"], theirs["scored"], strict=True) for a, b in zip(x, y, strict=True)
     ]
     equal = [a == b for x, y in zip(ours["tokens"], theirs["tokens"], strict=True) for a, b in zip(x, y, strict=True)]
-    print(f"\nKimi, {model_impl} x {backend}: {figures(found)}; equal greedy tokens {sum(equal) / len(equal):.3f}")
+    print(f"\nKimi on our backend: {figures(found)}; equal greedy tokens {sum(equal) / len(equal):.3f}")
     assert sum(found) / len(found) < 0.05
