@@ -112,6 +112,8 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
         if kinds:
             rope = without_other_types(rope, kinds[0])
         result["rope_parameters"], result["rope_scaling"] = {**rope, **changes}, None
+        if "rope_theta" in changes and "rope_theta" not in overrides:
+            result.pop("rope_theta", None)
     return result
 
 

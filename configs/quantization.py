@@ -197,7 +197,8 @@ def _block_fp8(fields: Fields, raw: Fields, kinds: tuple[type[Quantization], ...
         raise _refused(fields, kinds)
     raw.only("activation_scheme", (None, "dynamic"))
     raw.only("fmt", (None, "e4m3"))
-    raw.only("scale_fmt", (None, "float"))  # this and the next two as transformers 5 writes them
+    raw.only("scale_fmt", (None, "float"))  # this and the next three as transformers 5 writes them
+    raw.only("expert_dtype", (None, "fp8"))
     raw.only("dequantize", (None, False))
     raw.only("modules_to_convert", (None, []))
     listed = {name: _listed(raw, name) for name in ("modules_to_not_convert", "ignored_layers") if raw.has(name)}

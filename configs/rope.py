@@ -198,7 +198,10 @@ def _theta(fields: Fields, name: str, parameters: Mapping[str, Any], *, beside: 
     if type(inner) not in (int, float) or not 0 < inner < math.inf:
         raise fields.error(name, "its rope_theta must be a finite number greater than zero")
     if beside and fields.has("rope_theta") and fields.require("rope_theta", float) != float(inner):
-        raise fields.error("rope_theta", f"it contradicts {name} with rope_theta {inner!r}")
+        told = (
+            "" if fields.as_published else "; SGLang takes an override of it as {'rope_scaling': {'rope_theta': ...}}"
+        )
+        raise fields.error("rope_theta", f"it contradicts {name} with rope_theta {inner!r}{told}")
     return float(inner)
 
 

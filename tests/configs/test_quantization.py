@@ -263,6 +263,7 @@ WEIGHTS = "quantization_config.config_groups.group_0.weights"
         ),
         ({**FP8, "fmt": "e5m2"}, "field 'quantization_config.fmt' is 'e5m2': accepted: None, 'e4m3'"),
         ({**FP8, "scale_fmt": "ue8m0"}, "field 'quantization_config.scale_fmt' is 'ue8m0': accepted: None, 'float'"),
+        ({**FP8, "expert_dtype": "fp4"}, "field 'quantization_config.expert_dtype' is 'fp4': accepted: None, 'fp8'"),
         ({**FP8, "dequantize": True}, "field 'quantization_config.dequantize' is True: accepted: None, False"),
         ({**FP8, "modules_to_convert": ["lm_head"]}, "quantization_config.modules_to_convert' is ['lm_head']"),
         ({**FP8, "scale_fmts": 1}, "field 'quantization_config.scale_fmts' is 1: unknown field; did you mean"),

@@ -196,7 +196,8 @@ def test_an_override_by_nothing(values: dict[str, Any], name: str, nothing: Any)
 @pytest.mark.parametrize("values", [OLD_YARN, NEW_YARN], ids=["old", "new"])
 def test_an_override_of_the_base(values: dict[str, Any]) -> None:
     """It takes the place of the base wherever the file keeps it, and leaves an odd value to be refused."""
-    assert load_spec(values, overrides={"rope_theta": 5e6}).rope == replace(load_spec(values).rope, theta=5e6)
+    for overrides in ({"rope_theta": 5e6}, {"rope_scaling": {"rope_theta": 5e6}}):
+        assert load_spec(values, overrides=overrides).rope == replace(load_spec(values).rope, theta=5e6)
     with pytest.raises(ConfigError, match=r"field 'rope_theta' is .*: it contradicts rope_parameters"):
         load_spec(values, overrides={"rope_theta": 5e6, "rope_parameters": {"rope_theta": 1e6}})
     with pytest.raises(ConfigError, match="field 'rope_scaling' is 'yarn': a mapping is required"):

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from atom_plugin.configs import load_spec
+from atom_plugin.configs import ConfigError, load_spec
 from tests.configs import fixtures
 from tests.configs.goldens import GOLDENS
 
@@ -68,3 +68,15 @@ def test_an_override_of_yarn_by_no_scaling(form: str, tmp_path: Path) -> None:
     assert config.rope_parameters["factor"] == 4.0
     golden = GOLDENS["Qwen--Qwen3-30B-A3B"]
     assert load_spec(config) == load_spec(tmp_path, overrides=overrides) == golden
+
+
+@pytest.mark.parametrize("name", ["Qwen--Qwen3-30B-A3B", "Qwen--Qwen3-30B-A3B.v5"])
+def test_an_override_of_the_base(name: str, tmp_path: Path) -> None:
+    """Inside of rope SGLang takes it; beside it SGLang leaves it without effect, and the object is refused."""
+    folder = folder_of(name, tmp_path)
+    inside, beside = {"rope_scaling": {"rope_theta": 5e6}}, {"rope_theta": 5e6}
+    config = get_config(folder, trust_remote_code=False, model_override_args=inside)
+    assert load_spec(config) == load_spec(folder, overrides=inside) == load_spec(folder, overrides=beside)
+    assert vars(load_spec(config))["rope"].theta == 5e6
+    with pytest.raises(ConfigError, match=r"SGLang takes an override of it as {'rope_scaling': {'rope_theta'"):
+        load_spec(get_config(folder, trust_remote_code=False, model_override_args=beside))
