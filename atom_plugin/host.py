@@ -243,17 +243,6 @@ def make_default_attention_backend(name: str, *, model_impl: str) -> None:
     register_model_override_predicate(lambda architecture: True)(provide)
 
 
-def leave_media_out(architectures: tuple[str, ...], *, model_impl: str) -> None:
-    """Let launches of ``architectures`` with ``model_impl`` serve the language model alone, unless the user objects."""
-    from sglang.srt.arg_groups.overrides import register_model_override_predicate
-
-    def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
-        fills = server_args.model_impl == model_impl and server_args.enable_multimodal is None
-        return {"enable_multimodal": False} if fills else {}
-
-    register_model_override_predicate(lambda architecture: architecture in architectures)(provide)
-
-
 def refuse_tree_verify(spec_info: Any) -> None:
     """Raise ValueError unless the draft that ``spec_info`` verifies is a chain, which causal attention covers."""
     from sglang.srt.speculative.eagle_info import EagleVerifyInput

@@ -26,9 +26,6 @@ NAME = "atom"
 BUILDS_MODELS = {"sglang.srt.managers.scheduler", "sglang.srt.model_loader.utils"}
 TOKENIZES = {"sglang.srt.managers.tokenizer_manager"}
 
-#: Models that see, of which ours have the language model alone.
-SEEING = ("KimiK25ForConditionalGeneration",)
-
 #: Whether SGLang has called ``register`` in this process, and whether all that it does has taken.
 loaded = False
 complete = False
@@ -136,7 +133,6 @@ def register() -> None:
         install([MEDIA])
     host.add_attention_backend_choice(NAME)
     host.make_default_attention_backend(NAME, model_impl=NAME)
-    host.leave_media_out(SEEING, model_impl=NAME)
     complete = True
 
 

@@ -219,7 +219,7 @@ class CheckpointTable:
             ],
             "tensors given twice": sorted(name for name in filled if name in present),
         }
-        return [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        return [f"{len(names)} {kind}: {some_of(names)}" for kind, names in kinds.items() if names]
 
     def dtypes(self, name: str) -> tuple[torch.dtype, ...] | None:
         """Return the dtypes that tensor ``name`` may be stored in, None when it has no place."""
@@ -241,7 +241,8 @@ def _blocks(rows: int, columns: int, block: tuple[int, int]) -> Shape:
     return -(-rows // block[0]), -(-columns // block[1])
 
 
-def _some(names: list[str], most: int = 8) -> str:
+def some_of(names: list[str], most: int = 8) -> str:
+    """Return the first names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -287,7 +288,7 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
         logger.info("%d tensors of the checkpoint are not loaded: the model has no part for %s", count, what)
     unfilled = sorted(params.keys() - filled - table.made_by_sglang)
     _refuse(
-        [f"{len(unfilled)} parameters that no row of the weight table fills: {_some(unfilled)}"] if unfilled else []
+        [f"{len(unfilled)} parameters that no row of the weight table fills: {some_of(unfilled)}"] if unfilled else []
     )
 
 
@@ -328,7 +329,7 @@ def kv_scale_problems(
         return []
     wanted = set(table.kv_scales.values())
     missing = sorted(f"{part}_scale of {layer}" for layer, part in wanted - scales.keys())
-    problems = [f"KV scales for some layers only; missing: {_some(missing)}"] if missing else []
+    problems = [f"KV scales for some layers only; missing: {some_of(missing)}"] if missing else []
     for (layer, part), values in scales.items():
         if len(set(values.values())) > 1:
             problems.append(f"{part}_scale of {layer} is given as {values}")

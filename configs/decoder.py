@@ -17,6 +17,7 @@ BESIDE_TEXT = (
     "ignore_index",
     "image_placeholder",
     "image_token_id",
+    "language_model_only",
     "media_placeholder_token_id",
     "projection_hidden_size",
     "projection_layer_norm_eps",

@@ -60,7 +60,8 @@ def test_the_language_model_of_kimi_k25(tmp_path: Path) -> None:
     tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     tensors["vision_tower.patch_embed.proj.bias"] = torch.zeros(8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with serve(folder, *ATOM, folder=tmp_path / "run") as running:
+    text_only = ("--json-model-override-args", '{"language_model_only": true}')  # or SGLang wants an image processor
+    with serve(folder, *ATOM, *text_only, folder=tmp_path / "run") as running:
         assert running.ranks()[0]["model"] == "atom_plugin.models.kimi_k2.KimiK25ForConditionalGeneration"
         checks.assert_fp32(checks.prefill_differences(running, "kimi", checks.solved("kimi", 12)), "prefill")
         picture = "data:image/png;base64,iVBORw0KGgo="

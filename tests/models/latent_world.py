@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.attention import merge_state
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -79,7 +80,8 @@ def one_process() -> Iterator[None]:
         port = free.getsockname()[1]
     init_single_process_dist(port)
     yield
-    torch.distributed.destroy_process_group()
+    destroy_model_parallel()
+    destroy_distributed_environment()
     reset_context()
 
 
