@@ -123,12 +123,12 @@ class LatentAttention(nn.Module):
         spec = self.spec
         both, _ = self.fused_qkv_a_proj_with_mqa(hidden_TD)
         q_latent, kv_latent, k_rope = both.split([spec.q_lora_rank, spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        query, _ = self.q_b_proj(self.q_a_layernorm(q_latent.contiguous()))
+        query, _ = self.q_b_proj(self.q_a_layernorm(q_latent))
         query = query.view(-1, self.heads, spec.qk_head_dim)
         q_rope, k_rope = self.rotary_emb(positions_T, query[..., spec.qk_nope_head_dim :], k_rope.unsqueeze(1))
         query[..., spec.qk_nope_head_dim :] = q_rope
         latents = hidden_TD.new_empty(len(hidden_TD), 1, spec.kv_lora_rank + spec.qk_rope_head_dim)
-        latents[..., : spec.kv_lora_rank] = self.kv_a_layernorm(kv_latent.contiguous()).unsqueeze(1)
+        latents[..., : spec.kv_lora_rank] = self.kv_a_layernorm(kv_latent).unsqueeze(1)
         latents[..., spec.kv_lora_rank :] = k_rope
         return query, latents
 
