@@ -27,7 +27,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "bounded by the user": ({"max_total_tokens": 99}, 99, None),
     "many TP ranks": ({"tp_size": 32}, srt_platform.DEFAULT_MAX_TOTAL_TOKENS, 32),
     "attention DP": ({"tp_size": 32, **ATTENTION_DP}, srt_platform.DEFAULT_MAX_TOTAL_TOKENS, 32),
-    # 0.5.17 counts the ranks of one replica
+    # up to 0.5.18 the ranks of one replica count
     "replicas": (
         {"tp_size": 16, "dp_size": 2},
         srt_platform.DEFAULT_MAX_TOTAL_TOKENS,
