@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from atom_plugin.weights import CheckpointTable, Shape
+from atom_plugin.weights import CheckpointTable, Shape, some_of
 
 INDEX = "model.safetensors.index.json"
 HEADER_DTYPES = {
@@ -18,6 +18,8 @@ HEADER_DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 
@@ -59,11 +61,17 @@ def checkpoint_problems(folder: Path, table: CheckpointTable) -> list[str]:
             problems.append(f"{file} cannot be read ({error}): truncated or damaged; fetch it again")
             continue
         problems += [f"{file}: {name} is in another file as well" for name in sorted(headers.keys() & present.keys())]
+        odd: dict[tuple[str, tuple[torch.dtype, ...]], list[str]] = {}
         for name, (shape, dtype) in headers.items():
             present[name] = shape
             accepted = table.dtypes(name)
             if accepted is not None and HEADER_DTYPES.get(dtype) not in accepted:
-                problems.append(f"{file}: {name} is stored as {dtype}; accepted: {', '.join(map(str, accepted))}")
+                odd.setdefault((dtype, accepted), []).append(name)
+        problems += [
+            f"{file}: {len(names)} tensors stored as {dtype}: {some_of(names)}; "
+            f"accepted: {', '.join(map(str, accepted))}"
+            for (dtype, accepted), names in odd.items()
+        ]
     return problems or [f"{folder}: {problem}" for problem in table.problems(present)]
 
 

@@ -37,6 +37,11 @@ def fp8_is_fnuz() -> bool:
     return arch() == "gfx942"
 
 
+def multiplies_into_fp32() -> bool:
+    """Return whether torch.mm takes ``out_dtype``, which keeps the fp32 sums of 16-bit products: on NVIDIA alone."""
+    return arch().startswith("sm")
+
+
 @functools.cache
 def num_multiprocessors() -> int:
     """Return how many programs run side by side: multiprocessors (compute units) of the first GPU, cores of a CPU."""

@@ -7,11 +7,10 @@ import os
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
-from packaging.specifiers import SpecifierSet
-
 from atom_plugin import host, settings
 
 NOT_INSTALLED = "not installed"
+RANGE = "SGLang range"
 PACKAGES = ("sglang", "transformers", "torch", "triton", "amd-aiter")
 ENTRY_POINTS = {
     "sglang.srt.plugins": ("atom", "atom_plugin.register:register"),
@@ -29,10 +28,17 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return every finding, in the order in which a launch would meet them; without SGLang and torch, what is left."""
+    """Return every finding, in the order in which a launch would meet them.
+
+    Without SGLang and torch, what is left; for an SGLang that is refused, all but the registration that it refuses.
+    """
     findings = [*_versions(), *_entry_points(), *_settings()]
     missing = {finding.name for finding in findings if finding.found == NOT_INSTALLED}
-    return findings if missing & {"sglang", "torch"} else [*findings, *_machine(), *_forced_rows(), *_registration()]
+    if missing & {"sglang", "torch"}:
+        return findings
+    findings += [*_machine(), *_forced_rows()]
+    refused = any(finding.name == RANGE and finding.remedy for finding in findings)
+    return findings if refused else [*findings, *_registration()]
 
 
 def report(findings: list[Finding], *, as_json: bool) -> str:
@@ -56,9 +62,20 @@ def _versions() -> list[Finding]:
             needed = package in ("sglang", "torch", "transformers")
             found.append(Finding(package, NOT_INSTALLED, "pip install 'atom-plugin[sglang]'" if needed else ""))
     sglang = found[0].found
-    if sglang != NOT_INSTALLED and not SpecifierSet(host.SUPPORTED_SGLANG).contains(sglang, prereleases=True):
-        found.append(Finding("SGLang range", sglang, f"install SGLang {host.SUPPORTED_SGLANG}"))
-    return found
+    return found if sglang == NOT_INSTALLED else [*found, _sglang_range()]
+
+
+def _sglang_range() -> Finding:
+    reason = host.why_not_version()
+    if not reason:
+        return Finding(RANGE, host.SUPPORTED_SGLANG)
+    try:
+        allowed = settings.ALLOW_SGLANG.get() and host.says_version()
+    except ValueError:  # a finding of its own
+        allowed = False
+    if allowed:
+        return Finding(RANGE, f"{reason}: {host.allowed_all_the_same()}")
+    return Finding(RANGE, reason, host.what_to_do_about_version())
 
 
 def _entry_points() -> list[Finding]:

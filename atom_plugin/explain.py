@@ -13,9 +13,10 @@ from atom_plugin import aiter_lib
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, latent_outlines, why_not_backend
 from atom_plugin.attention.tables import AttendKey, LayerProblems, forced_rows, modes_of
-from atom_plugin.configs import KimiLinearSpec, Qwen3MoeSpec, Qwen3Spec, load_served_spec, load_spec
+from atom_plugin.configs import ConfigError, KimiLinearSpec, Qwen3MoeSpec, Qwen3Spec, load_served_spec, load_spec
 from atom_plugin.configs.latent_moe import LatentMoeSpec
 from atom_plugin.dispatch import Table
+from atom_plugin.layers.rope import why_not_rope
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -134,6 +135,9 @@ def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bo
     spec = load_spec(model)
     if not isinstance(spec, ExplainedSpec):
         spec = load_served_spec(model)  # which says that there is no model for it yet
+    problems = why_not_rope(spec.rope) if spec.rope is not None else []
+    if problems:
+        raise ConfigError(f"{model}: {'; '.join(problems)}")
     choices = explain(spec, plan)
     served = all(choice.row for choice in choices)
     if as_json:

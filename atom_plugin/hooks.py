@@ -39,6 +39,8 @@ class Hook:
 
     def applies(self) -> bool:
         """Return whether the SGLang that is here needs this row."""
+        if not host.says_version():
+            return not self.versions
         return SpecifierSet(self.versions).contains(host.sglang_version(), prereleases=True)
 
 

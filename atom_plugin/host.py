@@ -7,9 +7,14 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from atom_plugin import settings
 
 SUPPORTED_SGLANG = ">=0.5.17,<0.5.24"
+#: Releases that the tests run on, oldest first; the others of the range are held to their names and signatures.
+TESTED_SGLANG = ("0.5.17", "0.5.21", "0.5.23")
 
 
 @functools.cache
@@ -20,18 +25,53 @@ def sglang_version() -> str:
 
 @functools.cache
 def since(version: str) -> bool:
-    """Return whether the SGLang that is here is ``version`` or newer."""
-    return Version(sglang_version()) >= Version(version)
+    """Return whether the SGLang that is here is ``version`` or newer.
+
+    One that says no version is taken for the newest, so that launches without atom go on; those with atom are refused.
+    """
+    return not says_version() or Version(sglang_version()) >= Version(version)
+
+
+def says_version() -> bool:
+    """Return whether what the SGLang that is here calls itself is a version by PEP 440."""
+    try:
+        Version(sglang_version())
+    except InvalidVersion:
+        return False
+    return True
+
+
+def why_not_version() -> str:
+    """Return why the SGLang that is here is outside of the supported range, or "" where it is inside.
+
+    By PEP 440: post-releases and local builds of a supported release are inside. Release candidates and development
+    builds are outside, also of a supported release: their number does not say which release's names they have.
+    """
+    if says_version() and SpecifierSet(SUPPORTED_SGLANG).contains(sglang_version(), prereleases=False):
+        return ""
+    return f"atom-plugin supports the releases of SGLang {SUPPORTED_SGLANG}, and SGLang {sglang_version()} is installed"
+
+
+def what_to_do_about_version() -> str:
+    """Return the ways out of an unsupported SGLang."""
+    if not says_version():
+        return f"Install one of them: {settings.ALLOW_SGLANG.name}=1 does not help where there is no version (PEP 440)"
+    return f"Install one of them, or set {settings.ALLOW_SGLANG.name}=1 to try this one, untested"
+
+
+def allowed_all_the_same() -> str:
+    """Return what is done about an unsupported SGLang that the user allows."""
+    return f"it is served because {settings.ALLOW_SGLANG.name}=1, untested"
 
 
 def attention_tp_group() -> dict[str, object]:
     """Return the keyword arguments that put one of SGLang's parallel linears on the attention-TP group.
 
-    0.5.23 takes the name of a group; before it a rank and a size.
+    From 0.5.22 they take the name of a group; before it a rank and a size.
     """
     from sglang.srt.runtime_context import get_parallel
 
-    if since("0.5.23"):
+    if since("0.5.22"):
         return {"parallel_group": "attn_tp"}
     return {"tp_rank": get_parallel().attn_tp_rank, "tp_size": get_parallel().attn_tp_size}
 
@@ -66,9 +106,27 @@ def attention_backend_for(backend: Any, forward_mode: Any) -> Any:
             return backend
 
 
+def is_capturing_prefill() -> bool:
+    """Return whether a prefill graph is being captured or replayed, in which attention keeps to one form."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager import (
+        is_in_tc_piecewise_cuda_graph,
+    )
+
+    return is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
+
+
+def plan_prefix_chunks(backend: Any, forward_batch: Any) -> None:
+    """Let the backend of ``forward_batch`` plan for the prefix chunks that SGLang has cut, where it has to plan."""
+    backend = attention_backend_for(backend, forward_batch.forward_mode)
+    plan = getattr(backend, "init_mha_chunk_metadata", None)
+    if plan is not None:
+        plan(forward_batch)
+
+
 def num_real_tokens(forward_batch: Any) -> int | None:
     """Return how many of the batch's tokens are real where MLP sync padded it; None where nobody counted."""
-    if since("0.5.21"):
+    if since("0.5.20"):
         return forward_batch.global_num_token_non_padded_cpu
     return forward_batch.num_token_non_padded_cpu
 
@@ -84,7 +142,7 @@ NAMING_FLAGS = (
 
 
 #: Flags that older supported versions do not have.
-FLAGS_SINCE = {"enable_layernorm_sp": "0.5.21", "enable_dense_mlp_attn_tp": "0.5.21", "enable_lean_attention": "0.5.21"}
+FLAGS_SINCE = {"enable_layernorm_sp": "0.5.19", "enable_dense_mlp_attn_tp": "0.5.19", "enable_lean_attention": "0.5.19"}
 
 
 def raw_flag(server_args: Any, field: str) -> Any:
@@ -128,7 +186,7 @@ def resolved(server_args: Any) -> Any:
 
 def model_config(server_args: Any) -> Any:
     """Return SGLang's ModelConfig of a launch, built once."""
-    if since("0.5.21"):
+    if since("0.5.19"):
         from sglang.srt.arg_groups.model_override_base import model_config_of
 
         return model_config_of(server_args)
@@ -138,7 +196,7 @@ def model_config(server_args: Any) -> Any:
 def attention_dp_size(server_args: Any) -> int:
     """Return over how many ranks attention is data parallel, 1 for none."""
     cfg = resolved(server_args)
-    if since("0.5.23"):
+    if since("0.5.22"):
         return int(cfg.attn_dp_size)
     return int(cfg.dp_size) if cfg.enable_dp_attention else 1
 
@@ -171,11 +229,12 @@ def register_attention_backend(name: str, make: Callable[[Any], Any]) -> None:
 def make_default_attention_backend(name: str, *, model_impl: str) -> None:
     """Make ``name`` the attention backend of launches with ``model_impl`` that name none.
 
-    0.5.17 fills in a CPU default before it asks plugins, which the user cannot have meant where our platform serves.
+    Up to 0.5.18 a CPU default is there before plugins are asked, which the user cannot have meant where our platform
+    serves.
     """
     from sglang.srt.arg_groups.overrides import register_model_override_predicate
 
-    unset = (None,) if since("0.5.21") else (None, "intel_amx")
+    unset = (None,) if since("0.5.19") else (None, "intel_amx")
 
     def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
         fills = server_args.model_impl == model_impl and server_args.attention_backend in unset
@@ -286,12 +345,12 @@ def attention_layers(model: Any) -> list[Any]:
 def num_core_groups(server_args: Any) -> int:
     """Return how many ``|``-separated groups SGLANG_CPU_OMP_THREADS_BIND must have for a launch on CPUs.
 
-    0.5.17 counts the TP ranks of one replica; later ones all ranks, where only replicas multiply (0.5.21 still calls
-    attention DP ``dp_size``, 0.5.23 has moved it out by the time that a platform is asked).
+    Up to 0.5.18 the TP ranks of one replica; later all ranks, where only replicas multiply (up to 0.5.21 attention DP
+    is ``dp_size`` as well, from 0.5.22 on it has moved out by the time that a platform is asked).
     """
-    if not since("0.5.21"):
+    if not since("0.5.19"):
         return int(server_args.tp_size)
-    is_attention_dp = not since("0.5.23") and server_args.enable_dp_attention
+    is_attention_dp = not since("0.5.22") and server_args.enable_dp_attention
     return int((1 if is_attention_dp else server_args.dp_size) * server_args.tp_size * server_args.pp_size)
 
 

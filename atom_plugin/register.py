@@ -10,23 +10,31 @@ a launch that asks for us is checked. A scheduler process has imported SGLang's 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from atom_plugin import host, platform
+from atom_plugin import host, platform, settings
 from atom_plugin.hooks import Hook, HookError, install
+
+logger = logging.getLogger(__name__)
 
 NAME = "atom"
 
-#: Modules that are imported before ``register`` runs wherever a model can be built or resolved.
+#: Modules that are imported before ``register`` runs wherever a model can be built or resolved, or text is tokenized.
 BUILDS_MODELS = {"sglang.srt.managers.scheduler", "sglang.srt.model_loader.utils"}
+TOKENIZES = {"sglang.srt.managers.tokenizer_manager"}
 
 #: Whether SGLang has called ``register`` in this process, and whether all that it does has taken.
 loaded = False
 complete = False
+
+#: What a launch that asks for us is told while ``complete`` is False.
+why_incomplete = (
+    "atom-plugin failed to load in this process; the reason is logged above (`atom-plugin doctor` shows it again). "
+    "Mend it, or launch without atom."
+)
 
 
 class LaunchRefused(SystemExit, ValueError):
@@ -46,14 +54,12 @@ def _check_server_args(original: Callable[..., Any], server_args: Any) -> Any:
     asked = host.asks_for(server_args, NAME) if complete else host.asks_in_so_many_words(server_args, NAME)
     if asked:
         if not complete:
-            raise LaunchRefused(
-                f"{' and '.join(asked)}: atom-plugin failed to load in this process; the reason is logged above "
-                "(`atom-plugin doctor` shows it again). Mend it, or launch without atom."
-            )
+            raise LaunchRefused(f"{' and '.join(asked)}: {why_incomplete}")
         prepare_serving()
         from atom_plugin.refusals import refuse_launch
 
         refuse_launch(server_args)
+        install([MEDIA])
     return original(server_args)
 
 
@@ -61,10 +67,19 @@ def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> 
     if model_config.model_impl != NAME:
         return original(model_config)
     if not complete:
-        raise LaunchRefused("--model-impl atom: atom-plugin failed to load in this process; the reason is logged above")
+        raise LaunchRefused(f"--model-impl atom: {why_incomplete}")
     from atom_plugin.resolve import our_model_architecture
 
     return our_model_architecture(model_config)
+
+
+def _tokenize_one_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if host.raw_flag(manager.server_args, "model_impl") == NAME and request.contains_mm_input():
+        raise ValueError(
+            "this request has images, videos or audio, and --model-impl atom serves language models alone, as that of "
+            "Kimi-K2.5: send text, or launch without --model-impl atom"
+        )
+    return original(manager, request)
 
 
 GATE = Hook(
@@ -85,8 +100,22 @@ MODEL = Hook(
 )
 
 
+MEDIA = Hook(
+    target="sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+    kind="around",
+    hook=_tokenize_one_request,
+    why="a server whose model is not multimodal leaves images of /generate out in silence, and answers the text",
+    upstream="0.5.23 refuses them with --language-model-only, which takes architectures by a list of its own",
+    remove_when="SGLang refuses media for every model that it takes for a language model",
+)
+
+
 def register() -> None:
-    """Make ``atom`` known to SGLang in this process; raises HookError where SGLang has changed under us."""
+    """Make ``atom`` known to SGLang in this process.
+
+    Raises HookError where SGLang has changed under us or is outside of the supported range, ValueError for a malformed
+    ATOM_PLUGIN_ALLOW_SGLANG.
+    """
     global loaded, complete
     loaded = True
     try:
@@ -96,14 +125,27 @@ def register() -> None:
             raise SystemExit(f"{error} Launch without atom, or with a supported SGLang.") from error
         install([MODEL])  # without the gate it refuses atom where the model is looked up, --config and Engine included
         raise
-    if not SpecifierSet(host.SUPPORTED_SGLANG).contains(host.sglang_version(), prereleases=True):
-        raise HookError(f"atom-plugin supports SGLang {host.SUPPORTED_SGLANG}, this is {host.sglang_version()}")
+    _check_version()
     install([platform.DEVICE])
     if BUILDS_MODELS & sys.modules.keys():
         prepare_serving()
+    if TOKENIZES & sys.modules.keys():
+        install([MEDIA])
     host.add_attention_backend_choice(NAME)
     host.make_default_attention_backend(NAME, model_impl=NAME)
     complete = True
+
+
+def _check_version() -> None:
+    global why_incomplete
+    reason = host.why_not_version()
+    if not reason:
+        return
+    if settings.ALLOW_SGLANG.get() and host.says_version():
+        logger.warning("%s: %s", reason, host.allowed_all_the_same())
+        return
+    why_incomplete = f"{reason}. {host.what_to_do_about_version()}, or launch without atom."
+    raise HookError(why_incomplete)
 
 
 def prepare_serving() -> None:

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 CLASSES: dict[tuple[str, str], str] = {
     ("Qwen3ForCausalLM", "qwen3"): "atom_plugin.models.qwen3:Qwen3ForCausalLM",
     ("Qwen3MoeForCausalLM", "qwen3_moe"): "atom_plugin.models.qwen3_moe:Qwen3MoeForCausalLM",
+    ("DeepseekV3ForCausalLM", "kimi_k2"): "atom_plugin.models.kimi_k2:KimiK2ForCausalLM",
+    ("KimiK25ForConditionalGeneration", "kimi_k25"): "atom_plugin.models.kimi_k2:KimiK25ForConditionalGeneration",
 }
 if CLASSES.keys() != SERVED:
     raise RuntimeError(f"configs and models disagree about what is served: {CLASSES.keys() ^ SERVED}")

@@ -47,6 +47,13 @@ def _kernel_choices(raw: str) -> dict[str, str]:
     return choices
 
 
+ALLOW_SGLANG = Setting(
+    name="ATOM_PLUGIN_ALLOW_SGLANG",
+    default=False,
+    parse=_flag,
+    accepts="0 or 1",
+    meaning="whether an SGLang outside of the supported range is served, with a warning, where it would be refused",
+)
 FUSE_QK_NORM_ROPE = Setting(
     name="ATOM_PLUGIN_FUSE_QK_NORM_ROPE",
     default=True,
@@ -62,4 +69,4 @@ KERNELS: Setting[dict[str, str]] = Setting(
     meaning="rows of the dispatch tables that are forced by name; a forced row passes the same checks",
 )
 
-ALL: tuple[Setting[bool] | Setting[dict[str, str]], ...] = (FUSE_QK_NORM_ROPE, KERNELS)
+ALL: tuple[Setting[bool] | Setting[dict[str, str]], ...] = (ALLOW_SGLANG, FUSE_QK_NORM_ROPE, KERNELS)

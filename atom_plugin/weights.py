@@ -6,21 +6,28 @@ The same table serves twice: before the launch it is compared with the headers o
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from atom_plugin import device
-from atom_plugin.configs import BlockFp8, Qwen3Spec
+from atom_plugin.configs import BlockFp8, KimiK2Spec, PackedInt4, Quantization, Qwen3Spec
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTS = (torch.int32, torch.int64)
+#: What the tensors of a packed weight hold, by the end of their names.
+PACKED = {".weight_packed": (torch.int32,), ".weight_shape": INTS, ".weight_scale": FLOATS}
 
 
 class WeightError(ValueError):
@@ -29,20 +36,28 @@ class WeightError(ValueError):
 
 @dataclass(frozen=True)
 class Destination:
-    """A parameter, and for a parameter made of several tensors which ``shard`` (SGLang's name) of which ``expert``."""
+    """A parameter, and for a parameter made of several tensors which part of it.
+
+    ``shard`` (SGLang's name) of which ``expert``; or, where SGLang has no name for the parts, the ``first_row``.
+    """
 
     param: str
     shard: str | int | None = None
     expert: int | None = None
+    first_row: int | None = None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint tensor: its whole ``shape`` (not a rank's), where it goes, and whether it may be absent."""
+    """One checkpoint tensor: its whole ``shape`` (not a rank's), where it goes, and whether it may be absent.
+
+    ``block``: it is FP8 with a scale for each block of so many rows and columns, and is loaded as their product.
+    """
 
     shape: Shape
     into: tuple[Destination, ...]
     optional: bool = False
+    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,35 +74,61 @@ class Stacked:
 
 
 class CheckpointTable:
-    """What a complete checkpoint holds. ``quantization`` adds a scale tensor beside each weight that it covers."""
+    """What a complete checkpoint holds. ``quantization`` adds a scale tensor beside each weight that it covers.
 
-    def __init__(self, quantization: BlockFp8 | None) -> None:
+    ``prefix`` stands before each of our names in the checkpoint; entries have the checkpoint's names.
+    """
+
+    def __init__(self, quantization: Quantization | None, *, prefix: str = "") -> None:
         self.quantization = quantization
+        self.prefix = prefix
         self.entries: dict[str, Entry] = {}
+        self.left_out: dict[str, str] = {}
+        self.made_by_sglang: set[str] = set()
         self.stacked: dict[str, Stacked] = {}
         self.kv_scales: dict[str, tuple[str, str]] = {}
         self.tied_head = False
 
     def vector(self, name: str, size: int, *, optional: bool = False) -> None:
         """Add a tensor ``[size]`` whose parameter has the same name."""
-        self.entries[name] = Entry((size,), (Destination(name),), optional)
+        self.entries[self.prefix + name] = Entry((size,), (Destination(name),), optional)
+
+    def matrix(self, name: str, rows: int, columns: int) -> None:
+        """Add a tensor ``[rows, columns]`` that is never quantised, and whose parameter has the same name."""
+        self.entries[self.prefix + name] = Entry((rows, columns), (Destination(name),))
+
+    def leave_out(self, start: str, what: str) -> None:
+        """Let tensors whose names begin with ``start`` be in the checkpoint: ``what`` the model does not have."""
+        self.left_out[start] = what
+
+    def what_is_left_out(self, name: str) -> str | None:
+        """Return what a tensor is a part of that the model does not have, None for any other tensor."""
+        return next((what for start, what in self.left_out.items() if name.startswith(start)), None)
 
     def embedding(self, vocab_size: int, hidden_size: int, *, tied: bool) -> None:
         """Add the embedding and the head; a tied head may be in the file as well and must then be the same tensor."""
         shape = (vocab_size, hidden_size)
         self.tied_head = tied
-        self.entries[EMBEDDING] = Entry(shape, (Destination(EMBEDDING), *([Destination(HEAD)] if tied else [])))
-        self.entries[HEAD] = Entry(shape, () if tied else (Destination(HEAD),), optional=tied)
+        both = (Destination(EMBEDDING), *([Destination(HEAD)] if tied else []))
+        self.entries[self.prefix + EMBEDDING] = Entry(shape, both)
+        self.entries[self.prefix + HEAD] = Entry(shape, () if tied else (Destination(HEAD),), optional=tied)
 
     def linear(
         self, name: str, rows: int, columns: int, *, into: Destination | None = None, bias: bool = False
     ) -> None:
         """Add linear layer ``name``, weight ``[rows, columns]``; ``into`` names the layer that holds it."""
         target = into or Destination(name)
-        self._tensor(f"{name}.weight", (rows, columns), target, "weight")
-        if self.quantization is not None and self.quantization.covers(name):
-            block_rows, block_columns = self.quantization.block
-            shape = (-(-rows // block_rows), -(-columns // block_columns))
+        stored = self.quantization if self.quantization is not None and self.quantization.covers(name) else None
+        if isinstance(stored, PackedInt4):
+            self._tensor(f"{name}.weight_packed", (rows, columns // 8), target, "weight_packed")
+            self._tensor(f"{name}.weight_scale", (rows, columns // stored.group_size), target, "weight_scale")
+            self._tensor(f"{name}.weight_shape", (2,), target, "weight_shape")
+        else:
+            self._tensor(f"{name}.weight", (rows, columns), target, "weight")
+        if isinstance(stored, BlockFp8):
+            shape = _blocks(rows, columns, stored.block)
+            if target.first_row is not None:
+                target = replace(target, first_row=target.first_row // stored.block[0])
             self._tensor(f"{name}.weight_scale_inv", shape, target, "weight_scale_inv")
         if bias:
             self._tensor(f"{name}.bias", (rows,), target, "bias")
@@ -105,6 +146,28 @@ class CheckpointTable:
             for name in (f"{prefix}.{part}_proj.{part}_scale", f"{prefix}.attn.{part}_scale"):
                 self.kv_scales[name] = (f"{prefix}.attn", part)
 
+    def latent_attention(self, prefix: str, spec: KimiK2Spec) -> None:
+        """Add the projections and norms of MLA; ``kv_b_proj`` is loaded as what its FP8 blocks and scales say."""
+        heads, nope = spec.num_attention_heads, spec.qk_nope_head_dim
+        both = f"{prefix}.fused_qkv_a_proj_with_mqa"
+        latent_dim = spec.kv_lora_rank + spec.qk_rope_head_dim
+        parts = {"q_a_proj": (spec.q_lora_rank, 0), "kv_a_proj_with_mqa": (latent_dim, spec.q_lora_rank)}
+        for name, (rows, first) in parts.items():
+            self.linear(f"{prefix}.{name}", rows, spec.hidden_size, into=Destination(both, first_row=first))
+        self.vector(f"{prefix}.q_a_layernorm.weight", spec.q_lora_rank)
+        self.vector(f"{prefix}.kv_a_layernorm.weight", spec.kv_lora_rank)
+        self.linear(f"{prefix}.q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank)
+        self._dequantised(f"{prefix}.kv_b_proj", heads * (nope + spec.v_head_dim), spec.kv_lora_rank)
+        self.linear(f"{prefix}.o_proj", spec.hidden_size, heads * spec.v_head_dim)
+
+    def _dequantised(self, name: str, rows: int, columns: int) -> None:
+        """Add linear layer ``name``, whose parameter is not quantised even where the checkpoint's tensor is FP8."""
+        self.matrix(f"{name}.weight", rows, columns)
+        if isinstance(self.quantization, BlockFp8) and self.quantization.covers(name):
+            block, weight = self.quantization.block, f"{self.prefix}{name}.weight"
+            self.entries[weight] = replace(self.entries[weight], block=block)
+            self.entries[f"{weight}_scale_inv"] = Entry(_blocks(rows, columns, block), ())
+
     def gated_mlp(self, prefix: str, hidden_size: int, intermediate_size: int) -> None:
         """Add gate, up and down projections."""
         for index, name in enumerate(("gate_proj", "up_proj")):
@@ -121,7 +184,12 @@ class CheckpointTable:
                 self.linear(f"{prefix}.{expert}.{name}", width, hidden_size, into=into)
             into = Destination(f"{prefix}.w2", "w2", expert)
             self.linear(f"{prefix}.{expert}.down_proj", hidden_size, width, into=into)
+        if isinstance(self.quantization, PackedInt4):  # the order of columns, which these formats may change
+            self.made_by_sglang |= {
+                f"{prefix}.{part}_{name}" for part in ("w13", "w2") for name in ("weight_g_idx", "g_idx_sort_indices")
+            }
         if self.quantization is None:
+            prefix = self.prefix + prefix
             gate_up = [
                 (f"{prefix}.{expert}.{name}.weight", expert, first, width)
                 for expert in range(num_experts)
@@ -133,7 +201,7 @@ class CheckpointTable:
 
     def _tensor(self, name: str, shape: Shape, layer: Destination, kind: str) -> None:
         joint = "_" if layer.expert is not None else "."
-        self.entries[name] = Entry(shape, (Destination(f"{layer.param}{joint}{kind}", layer.shard, layer.expert),))
+        self.entries[self.prefix + name] = Entry(shape, (replace(layer, param=f"{layer.param}{joint}{kind}"),))
 
     def problems(self, present: dict[str, Shape]) -> list[str]:
         """Return what is wrong with a checkpoint of these tensors (name -> shape), one line a kind; empty: complete."""
@@ -141,7 +209,9 @@ class CheckpointTable:
         have = present.keys() | set(filled)
         kinds = {
             "missing tensors": [name for name, row in self.entries.items() if name not in have and not row.optional],
-            "tensors that the model has no place for": sorted(name for name in present if self.shapes(name) is None),
+            "tensors that the model has no place for": sorted(
+                name for name in present if self.shapes(name) is None and self.what_is_left_out(name) is None
+            ),
             "wrong shapes": [
                 f"{name} is {list(shape)}, the config says {' or '.join(str(list(one)) for one in expected)}"
                 for name, shape in present.items()
@@ -149,14 +219,15 @@ class CheckpointTable:
             ],
             "tensors given twice": sorted(name for name in filled if name in present),
         }
-        return [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        return [f"{len(names)} {kind}: {some_of(names)}" for kind, names in kinds.items() if names]
 
     def dtypes(self, name: str) -> tuple[torch.dtype, ...] | None:
         """Return the dtypes that tensor ``name`` may be stored in, None when it has no place."""
         if self.shapes(name) is None:
             return None
-        is_fp8 = name.endswith(".weight") and f"{name}_scale_inv" in self.entries
-        return (torch.float8_e4m3fn,) if is_fp8 else FLOATS
+        if name.endswith(".weight") and f"{name}_scale_inv" in self.entries:
+            return (torch.float8_e4m3fn,)
+        return next((dtypes for end, dtypes in PACKED.items() if name.endswith(end)), FLOATS)
 
     def shapes(self, name: str) -> tuple[Shape, ...] | None:
         """Return the shapes that tensor ``name`` may have, None when it has no place."""
@@ -166,7 +237,12 @@ class CheckpointTable:
         return (row.shape,) if row is not None else None
 
 
-def _some(names: list[str], most: int = 8) -> str:
+def _blocks(rows: int, columns: int, block: tuple[int, int]) -> Shape:
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def some_of(names: list[str], most: int = 8) -> str:
+    """Return the first names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -175,37 +251,70 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
     """Copy ``weights`` (whole tensors, any order) into ``model``'s parameters by ``table``.
 
     Raises WeightError for a tensor that is unknown or misshapen as soon as it is met, and for all that is missing at
-    the end. A tensor of another rank's expert counts as met.
+    the end. A tensor of another rank's expert counts as met. What the table leaves out is counted and logged.
     """
     params = dict(model.named_parameters())
     seen: dict[str, Shape] = {}
     filled: set[str] = set()
     heads: dict[str, torch.Tensor] = {}
     scales: dict[tuple[str, str], dict[str, float]] = {}
+    left_out: Counter[str] = Counter()
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    embedding, head = table.prefix + EMBEDDING, table.prefix + HEAD
     for name, tensor in weights:
+        if (what := table.what_is_left_out(name)) is not None:
+            left_out[what] += 1
+            continue
         _refuse(_problems_of_one(table, name, tensor, seen))
         seen[name] = tuple(tensor.shape)
-        if name in (EMBEDDING, HEAD):
+        if name in (embedding, head):
             heads[name] = tensor
         if name in table.kv_scales:
             scales.setdefault(table.kv_scales[name], {})[name] = float(tensor)
             continue
-        for entry_name, part_of_it in table.stacked[name].split(tensor) if name in table.stacked else [(name, tensor)]:
+        for entry_name, part_of_it in _entries_of(table, name, tensor, halves):
             for target in table.entries[entry_name].into:
                 if target.param == HEAD and HEAD not in params:
                     continue  # tied, and the embedding itself is the head
                 _copy(params[target.param], part_of_it, target)
                 filled.add(target.param)
     _refuse(table.problems(seen))
-    if table.tied_head and HEAD in heads and not torch.equal(heads[HEAD], heads[EMBEDDING]):
-        _refuse([f"{HEAD} differs from {EMBEDDING}, but the config says tie_word_embeddings"])
+    if table.tied_head and head in heads and not torch.equal(heads[head], heads[embedding]):
+        _refuse([f"{head} differs from {embedding}, but the config says tie_word_embeddings"])
     _refuse(kv_scale_problems(model, table, scales))
     for (layer, part), values in scales.items():
         set_kv_scale(model.get_submodule(layer), part, next(iter(values.values())))
-    unfilled = sorted(params.keys() - filled)
+    for what, count in left_out.items():
+        logger.info("%d tensors of the checkpoint are not loaded: the model has no part for %s", count, what)
+    unfilled = sorted(params.keys() - filled - table.made_by_sglang)
     _refuse(
-        [f"{len(unfilled)} parameters that no row of the weight table fills: {_some(unfilled)}"] if unfilled else []
+        [f"{len(unfilled)} parameters that no row of the weight table fills: {some_of(unfilled)}"] if unfilled else []
     )
+
+
+def _entries_of(
+    table: CheckpointTable, name: str, tensor: torch.Tensor, halves: dict[str, dict[str, torch.Tensor]]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the entries that ``tensor`` completes: itself, those stacked in it, or the product of weight and scales.
+
+    ``halves`` keeps a weight or its scales until the other one is met.
+    """
+    if name in table.stacked:
+        return table.stacked[name].split(tensor)
+    weight = name.removesuffix("_scale_inv")
+    block = table.entries[weight].block
+    if block is None:
+        return [(name, tensor)]
+    pair = halves.setdefault(weight, {})
+    pair[name] = tensor
+    return [(weight, dequantise(pair[weight], pair[f"{weight}_scale_inv"], block))] if len(pair) == 2 else []
+
+
+def dequantise(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return ``weight`` [rows, columns] times ``scales``, one for each block of so many rows and columns, in fp32."""
+    rows, columns = weight.shape
+    by_row = scales.float().repeat_interleave(block[0], 0)[:rows]
+    return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]
 
 
 def kv_scale_problems(
@@ -220,7 +329,7 @@ def kv_scale_problems(
         return []
     wanted = set(table.kv_scales.values())
     missing = sorted(f"{part}_scale of {layer}" for layer, part in wanted - scales.keys())
-    problems = [f"KV scales for some layers only; missing: {_some(missing)}"] if missing else []
+    problems = [f"KV scales for some layers only; missing: {some_of(missing)}"] if missing else []
     for (layer, part), values in scales.items():
         if len(set(values.values())) > 1:
             problems.append(f"{part}_scale of {layer} is given as {values}")
@@ -262,7 +371,9 @@ def _problems_of_one(table: CheckpointTable, name: str, tensor: torch.Tensor, se
 
 def _copy(param: nn.Parameter, tensor: torch.Tensor, target: Destination) -> None:
     loader = getattr(param, "weight_loader", default_weight_loader)
-    if target.expert is not None:
+    if target.first_row is not None:
+        default_weight_loader(param.data.narrow(0, target.first_row, len(tensor)), tensor)
+    elif target.expert is not None:
         loader(param, tensor, target.param, shard_id=target.shard, expert_id=target.expert)
     elif target.shard is not None:
         loader(param, tensor, target.shard)

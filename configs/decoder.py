@@ -17,6 +17,7 @@ BESIDE_TEXT = (
     "ignore_index",
     "image_placeholder",
     "image_token_id",
+    "language_model_only",
     "media_placeholder_token_id",
     "projection_hidden_size",
     "projection_layer_norm_eps",
@@ -73,6 +74,7 @@ def text_of(fields: Fields, model_types: tuple[str, ...]) -> Fields:
     text = fields.nested("text_config").inheriting(fields, EITHER_LEVEL)
     text.only("model_type", model_types)
     fields.reads(*BESIDE_TEXT)
+    fields.refuse(NOT_COMPUTED)
     fields.refuse_unknown()
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -91,6 +92,10 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: More than any model has, by field: what is made for each of them is bounded.
+AT_MOST = {"num_hidden_layers": 1000}
+
+
 class ConfigError(ValueError):
     """A config that we cannot take: names the file, the field, its value and what is accepted."""
 
@@ -112,6 +117,9 @@ class Fields:
         path: str = "",
         generic: frozenset[str] = GENERIC_FIELDS,
     ) -> None:
+        for name in values:
+            if not isinstance(name, str):
+                raise ConfigError(f"{source}: field {path}{name!r}: the name of a field must be text")
         self._values = values
         self.source = source
         self.as_published = as_published
@@ -151,17 +159,22 @@ class Fields:
 
     def _checked(self, name: str, kind: type[T]) -> T:
         value = self._values[name]
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 2**63:
             return kind(value)  # type: ignore[call-arg]
         if type(value) is not kind:
             raise self.error(name, f"{kind.__name__} is required")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(name, "a finite number is required")
         return value
 
     def positive(self, *names: str) -> int:
-        """Return ``one_of(names, int)``; raise ConfigError unless it is greater than zero."""
+        """Return ``one_of(names, int)``; raise ConfigError unless it is greater than zero and what a model may have."""
         value = self.one_of(names, int)
+        name = next(name for name in names if self.has(name))
         if value <= 0:
-            raise self.error(next(name for name in names if self.has(name)), "it must be greater than zero")
+            raise self.error(name, "it must be greater than zero")
+        if value > AT_MOST.get(name, value):
+            raise self.error(name, f"it must be at most {AT_MOST[name]}")
         return value
 
     def between(self, name: str, low: float, high: float) -> float:
@@ -179,8 +192,13 @@ class Fields:
     def only(self, name: str, accepted: tuple[Any, ...]) -> None:
         """Raise ConfigError unless ``name`` is one of ``accepted`` (None stands for absent or null)."""
         self._known.add(name)
-        if self._values.get(name) not in accepted:
+        if not self._is_one_of(name, accepted):
             raise self.error(name, f"accepted: {', '.join(map(repr, accepted))}")
+
+    def _is_one_of(self, name: str, accepted: tuple[Any, ...]) -> bool:
+        """Return whether ``name`` is one of ``accepted``, where 1 is 1.0 and neither is True."""
+        value = self._values.get(name)
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted)
 
     def absent_means(self, name: str, value: T) -> T:
         """Return ``name``, or ``value`` when absent: only where published configs leave it out with that meaning."""
@@ -220,7 +238,7 @@ class Fields:
         """Raise ConfigError for a field of ``neutral`` whose value is not one of its neutral ones."""
         self._known.update(neutral)
         for name, values in neutral.items():
-            if self._values.get(name) not in values:
+            if not self._is_one_of(name, values):
                 raise self.error(name, "our model does not compute this; drop `--model-impl atom`")
 
     def optional(self, name: str) -> Any:

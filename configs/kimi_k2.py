@@ -13,11 +13,18 @@ from atom_plugin.configs.rope import RopeSpec, read_rope
 
 @dataclass(frozen=True, kw_only=True)
 class KimiK2Spec(LatentMoeSpec):
-    """What a Kimi-K2 is: DeepSeek-V3's layers, q compressed; elements 2i and 2i + 1 of a rotary part turn together."""
+    """What a Kimi-K2 is: DeepSeek-V3's layers, q compressed; elements 2i and 2i + 1 of a rotary part turn together.
+
+    A token's experts are in the ``num_groups_per_token`` of ``num_expert_groups`` equal groups whose two best experts
+    are best. ``num_draft_layers``: multi-token prediction layers that the checkpoint holds after the last layer.
+    """
 
     q_lora_rank: int
     rope: RopeSpec
     quantization: BlockFp8 | PackedInt4 | None
+    num_expert_groups: int
+    num_groups_per_token: int
+    num_draft_layers: int
 
 
 def read_kimi_k2(fields: Fields) -> KimiK2Spec:
@@ -34,8 +41,29 @@ def read_kimi_k2(fields: Fields) -> KimiK2Spec:
         quantizations=(BlockFp8, PackedInt4),
         max_positions="max_position_embeddings",
     )
+    values |= _groups(fields, values["num_experts"], values["num_experts_per_tok"])
+    values["num_draft_layers"] = _draft_layers(fields)
     fields.refuse_unknown()
     return KimiK2Spec(**values)
+
+
+def _groups(fields: Fields, experts: int, top_k: int) -> dict[str, int]:
+    """Return the groups of experts; raise ConfigError where they are unequal, too small, or hold too few experts."""
+    groups, taken = fields.positive("n_group"), fields.positive("topk_group")
+    if experts % groups or experts // groups < 2:
+        raise fields.error("n_group", f"{experts} experts do not split into so many equal groups of two or more")
+    if taken > groups or taken * (experts // groups) < top_k:
+        raise fields.error("topk_group", f"of {groups} groups of {experts // groups} experts it must hold {top_k}")
+    return {"num_expert_groups": groups, "num_groups_per_token": taken}
+
+
+def _draft_layers(fields: Fields) -> int:
+    if not fields.has("num_nextn_predict_layers"):
+        return 0
+    layers = fields.require("num_nextn_predict_layers", int)
+    if layers < 0:
+        raise fields.error("num_nextn_predict_layers", "it must not be negative")
+    return layers
 
 
 def read_kimi_k25(fields: Fields) -> KimiK2Spec:

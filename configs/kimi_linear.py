@@ -49,6 +49,9 @@ def read_hybrid(
     fields.exactly(("mla_use_nope",), True)
     fields.exactly(("use_grouped_topk",), True)
     fields.only("topk_method", (None, "noaux_tc"))
+    fields.exactly(("n_group", "num_expert_group"), 1)
+    fields.exactly(("topk_group",), 1)
+    fields.only("num_nextn_predict_layers", (None, 0))
     # unused where nothing turns; head_dim: hidden_size / num_attention_heads, which no layer has
     fields.reads("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
     repeated = {

@@ -56,17 +56,14 @@ def read_latent_moe(
 ) -> dict[str, Any]:
     """Return the fields of LatentMoeSpec by name; raise ConfigError for the first that we cannot take.
 
-    Queries and keys have equally many heads, and the router picks from one group by sigmoid scores plus a bias: the
-    published models, and the only ones that are read.
+    Queries and keys have equally many heads, and the router picks by sigmoid scores plus a bias: the published models,
+    and the only ones that are read. The groups of experts are the caller's to read.
     """
     heads, layers = fields.positive("num_attention_heads"), fields.positive("num_hidden_layers")
     fields.exactly(("num_key_value_heads",), heads)
     fields.only("attention_bias", (None, False))
     fields.exactly(("scoring_func", "moe_router_activation_func"), "sigmoid")
-    fields.exactly(("n_group", "num_expert_group"), 1)
-    fields.exactly(("topk_group",), 1)
     fields.exactly(("moe_layer_freq",), 1)
-    fields.only("num_nextn_predict_layers", (None, 0))
     fields.reads(*NOT_OF_THE_FORWARD_PASS)
     experts = fields.positive(*EXPERTS)
     nope, rotary = fields.positive("qk_nope_head_dim"), fields.positive("qk_rope_head_dim")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from atom_plugin.configs.experts import EXPERTS
 from atom_plugin.configs.fields import Fields
 
+EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
+#: More experts than any layer has: a pattern has to say the same of all of them.
+MOST_EXPERTS = 1024
 #: Our modules that hold several linear layers of a checkpoint, which are quantised alike or refused.
 FUSED = {
-    "experts": ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
+    "experts": tuple(f"experts.0.{name}" for name in EXPERT_LAYERS),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -20,8 +25,20 @@ FUSED = {
 TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 #: Modules of a multimodal checkpoint or of its draft layers, which the text model does not have.
 NOT_TEXT = ("vision_tower", "mm_projector", "model.visual", "visual", "mtp")
-OURS = ("model.", "lm_head")
+#: What no name of ours has in it: where the above does not start a whole entry, the entry means something else.
+ONLY_MULTIMODAL = ("language_model", "vision_tower", "mm_projector", "visual", "mtp")
 
+#: Of a layer ``model.layers.N``: what holds several linear layers of a checkpoint in any of our families.
+FUSED_OF_LAYER = (
+    "self_attn.qkv_proj",
+    "self_attn.fused_qkv_a_proj_with_mqa",
+    "mlp.gate_up_proj",
+    "mlp.shared_experts.gate_up_proj",
+    "mlp.experts",
+)
+FULL_NAME = re.compile(r"lm_head|model(\.[A-Za-z0-9_]+)*")
+TENSOR = re.compile(r"\.(weight|bias|weight_scale\w*|weight_packed)$")
+LAYER = re.compile(r"model\.layers\.(\d+)(?=\.|$)")
 ESCAPED_DOT = r"\."
 ONE_EXPERT = re.compile(r"\bexperts\\?\.(\d|\\d|\[)")
 
@@ -31,7 +48,7 @@ class Quantization:
     """Which linear layers are stored in a format, and which are left alone.
 
     ``unquantized`` holds full names of our modules, each for itself and all inside of it, and ``re:`` patterns that
-    match from the start of a name.
+    match from the start of a name. The name of one that holds several layers means all of them.
     """
 
     unquantized: frozenset[str]
@@ -45,20 +62,41 @@ class Quantization:
 
         Raises ValueError where only some of those that it holds are.
         """
+        return self.covers_with(module, experts=MOST_EXPERTS)
+
+    def covers_with(self, module: str, *, experts: int) -> bool:
+        """Return ``covers``, and raise what it raises, where a layer has ``experts`` experts."""
         parent, _, leaf = module.rpartition(".")
-        parts = [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, ())] or [module]
+        held = FUSED.get(leaf, ())
+        if leaf == "experts" and _patterns(self.unquantized):
+            held = tuple(f"experts.{index}.{name}" for index in range(experts) for name in EXPERT_LAYERS)
+        parts = [f"{parent}.{part}" if parent else part for part in held] or [module]
         verdicts = {part: self._covers_one(part) for part in parts}
         if len(set(verdicts.values())) > 1:
-            raise ValueError(f"{module} is quantised in part, which no kernel of ours can run: {verdicts}")
+            some = [next(part for part, verdict in verdicts.items() if verdict is one) for one in (True, False)]
+            raise ValueError(
+                f"{module} is quantised in part, which no kernel of ours can run: {some[0]} is, {some[1]} is not"
+            )
         return verdicts[parts[0]]
 
     def _covers_one(self, module: str) -> bool:
-        if module.rsplit(".", 1)[-1] in self.never:
+        parent, _, leaf = module.rpartition(".")
+        if leaf in self.never:
             return False
-        return not any(
-            re.match(name[3:], module) if name.startswith("re:") else module == name or module.startswith(f"{name}.")
-            for name in self.unquantized
+        names = [module, *(f"{parent}.{fused}" for fused, parts in FUSED.items() if leaf in parts)]
+        return not any(self._is_listed(name) for name in names)
+
+    def _is_listed(self, module: str) -> bool:
+        parts = module.split(".")
+        containers = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        return not containers.isdisjoint(self.unquantized) or any(
+            pattern.match(module) for pattern in _patterns(self.unquantized)
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _patterns(unquantized: frozenset[str]) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(name[3:]) for name in sorted(unquantized) if name.startswith("re:"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +153,35 @@ def read_quantization(fields: Fields, kinds: tuple[type[Quantization], ...]) -> 
     if kind not in kinds:
         raise _refused(fields, kinds)
     if kind is BlockFp8:
-        return _block_fp8(fields, raw, kinds)
-    return _packed_int4(raw) if kind is PackedInt4 else _packed_mxfp4(raw)
+        stored: Quantization = _block_fp8(fields, raw, kinds)
+    else:
+        stored = _packed_int4(raw) if kind is PackedInt4 else _packed_mxfp4(raw)
+    layers = fields.positive("num_hidden_layers")
+    for name in stored.unquantized:
+        layer = LAYER.match(name)
+        if layer and (layer[1] != str(int(layer[1])) or int(layer[1]) >= layers):
+            raise fields.error("quantization_config", f"it names {name!r}, and layers are called 0 to {layers - 1}")
+    experts = fields.positive(*EXPERTS) if any(fields.has(name) for name in EXPERTS) else 1
+    problem = _why_not_whole(stored, layers, min(experts, MOST_EXPERTS))
+    if problem:
+        raise fields.error("quantization_config", problem)
+    return stored
+
+
+@functools.lru_cache(maxsize=64)
+def _why_not_whole(stored: Quantization, layers: int, experts: int) -> str:
+    """Return why a layer has a module that is quantised in part, or "".
+
+    Patterns are asked for every expert of the last layer and for one of the others, which ``covers`` does not trust:
+    all of all layers would take seconds.
+    """
+    for name in FUSED_OF_LAYER:
+        for layer in range(layers):
+            try:
+                stored.covers_with(f"model.layers.{layer}.{name}", experts=experts if layer == layers - 1 else 1)
+            except ValueError as error:
+                return str(error)
+    return ""
 
 
 def _refused(fields: Fields, kinds: tuple[type[Quantization], ...]) -> Exception:
@@ -132,6 +197,10 @@ def _block_fp8(fields: Fields, raw: Fields, kinds: tuple[type[Quantization], ...
         raise _refused(fields, kinds)
     raw.only("activation_scheme", (None, "dynamic"))
     raw.only("fmt", (None, "e4m3"))
+    raw.only("scale_fmt", (None, "float"))  # this and the next three as transformers 5 writes them
+    raw.only("expert_dtype", (None, "fp8"))
+    raw.only("dequantize", (None, False))
+    raw.only("modules_to_convert", (None, []))
     listed = {name: _listed(raw, name) for name in ("modules_to_not_convert", "ignored_layers") if raw.has(name)}
     if len(set(listed.values())) > 1:
         raise fields.error("quantization_config", "modules_to_not_convert and ignored_layers contradict each other")
@@ -198,18 +267,37 @@ def _listed(raw: Fields, name: str) -> frozenset[str]:
     names = raw.require(name, list)
     if not all(isinstance(one, str) for one in names):
         raise raw.error(name, "a list of module names is required")
-    ours = {_our_spelling(one) for one in names if not _is_not_text(one)}
-    for one in ours:
-        if not one.startswith((*OURS, "re:model", "re:lm_head", "re:.*")):
-            raise raw.error(name, f"{one!r} is no full module name (model..., lm_head) and no pattern (re:.*...)")
-        if ONE_EXPERT.search(one):
-            raise raw.error(name, f"{one!r} names single experts, and those of a layer are stored alike")
-        if one.startswith("re:") and not _compiles(one[3:]):
-            raise raw.error(name, f"{one!r} is no regular expression")
+    plain = [one if one.startswith("re:") else one.rstrip(".") for one in names]
+    ours = {_our_spelling(one) for one in plain if not _is_not_text(one)}
+    for one in sorted(ours):
+        problem = _why_not_entry(one)
+        if problem:
+            raise raw.error(name, f"{one!r} {problem}")
     return frozenset(ours)
 
 
+def _why_not_entry(one: str) -> str:
+    """Return why ``one``, in our spelling, names no module of ours or not one alone, or ""."""
+    is_pattern = one.startswith("re:")
+    if not (one.startswith(("re:model", "re:lm_head", "re:.*")) if is_pattern else FULL_NAME.fullmatch(one)):
+        return "is no full module name (model..., lm_head) and no pattern (re:.*...)"
+    if TENSOR.search(one):
+        return "is the name of a tensor, and that of a module is required"
+    if ONE_EXPERT.search(one):
+        return "names single experts, and those of a layer are stored alike"
+    if is_pattern and not _compiles(one[3:]):
+        return "is no regular expression"
+    words = [word for word in ONLY_MULTIMODAL if word in one]
+    if words:
+        return (
+            f"has {words[0]} in it, which no module of the text model has: name those of the text model by themselves"
+        )
+    return ""
+
+
 def _is_not_text(name: str) -> bool:
+    if name.startswith("re:") and "|" in name:  # which may go on with modules of the text model
+        return False
     return _starts_with(name.removeprefix("re:").removeprefix(".*"), NOT_TEXT)
 
 

@@ -73,6 +73,8 @@ def _head_dim(fields: Fields, *, may_be_absent: bool) -> int:
 
 def _common(fields: Fields, *, head_dim_may_be_absent: bool) -> dict[str, Any]:
     head_dim = _head_dim(fields, may_be_absent=head_dim_may_be_absent)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"rope turns pairs of elements, and a head has {head_dim}")
     fields.only("hidden_act", ("silu",))
     fields.only("use_sliding_window", (None, False))
     if fields.optional("use_sliding_window") is None:  # else the flag decides, and files carry an unused width
@@ -106,7 +108,8 @@ def read_qwen3_moe(fields: Fields) -> Qwen3MoeSpec:
     layers = fields.positive("num_hidden_layers")
     experts = fields.positive(*EXPERTS)
     step = fields.positive("decoder_sparse_step")
-    listed = fields.optional("mlp_only_layers") or []
+    listed = fields.optional("mlp_only_layers")
+    listed = [] if listed is None else listed
     if not isinstance(listed, list) or not all(type(index) is int and 0 <= index < layers for index in listed):
         raise fields.error("mlp_only_layers", f"layer indices below {layers} are required")
     fields.reads("output_router_logits", "router_aux_loss_coef")

@@ -107,9 +107,29 @@ def _parameters(fields: Fields) -> tuple[str, dict[str, Any]]:
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
             raise fields.error(name, "a mapping is required")
-    if new and old and any(new[key] != old[key] for key in new.keys() & old.keys()):
+    bases = {one["rope_theta"] for one in (new, old) if one and one.get("rope_theta") is not None}
+    if new and old and (_one_spelling(new) != _one_spelling(old) or len(bases) > 1):
         raise fields.error("rope_parameters", f"it contradicts 'rope_scaling' = {dict(old)!r}")
     return "rope_parameters" if new else "rope_scaling", dict(old or {}) | dict(new or {})
+
+
+def _one_spelling(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two forms have to agree on: all but nulls, the base, and how the type is spelled."""
+    given = {key: value for key, value in parameters.items() if value is not None and key != "rope_theta"}
+    older = given.pop("type", "default")
+    return {"rope_type": older, **given}
+
+
+def without_other_types(parameters: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return ``parameters`` without the type, and without what only types other than ``kind`` have.
+
+    A type that nobody knows keeps all of them: it is refused where rope is read.
+    """
+    if not isinstance(kind, str) or kind not in SCALING_FIELDS:
+        return {key: value for key, value in parameters.items() if key not in ("rope_type", "type")}
+    own = {name for names in SCALING_FIELDS[kind] for name in names}
+    others = {name for each in SCALING_FIELDS.values() for names in each for name in names} - own
+    return {key: value for key, value in parameters.items() if key not in {"rope_type", "type", *others}}
 
 
 def _rope(
@@ -124,7 +144,7 @@ def _rope(
     rope_type = _rope_type(fields, name, parameters)
     needed, possible = SCALING_FIELDS[rope_type]
     allowed = {*needed, *possible, *ALWAYS_ALLOWED, *(SECTIONS if sections else ())}
-    unknown = sorted(key for key in parameters.keys() - allowed if parameters[key] is not None)
+    unknown = sorted((key for key in parameters.keys() - allowed if parameters[key] is not None), key=str)
     missing = [key for key in needed if parameters.get(key) is None]
     if unknown or missing:
         raise fields.error(
@@ -145,13 +165,21 @@ def _refuse_odd_values(fields: Fields, name: str, rope_type: str, parameters: Ma
             raise fields.error(name, f"its {key} must be a finite number greater than zero")
     if numbers.get("factor", 1) < 1:
         raise fields.error(name, "its factor must be at least 1")
+    original = numbers.get("original_max_position_embeddings", 1)
+    if type(original) is not int:
+        raise fields.error(name, "its original_max_position_embeddings must be an integer")
     if rope_type == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise fields.error(name, "its low_freq_factor must be less than its high_freq_factor")
+    if rope_type not in ("yarn", "llama3"):
+        return
+    longest = fields.require("max_position_embeddings", int)
+    # an object may have the --context-length of the launch there, which may be short; a launch reads the file as well
+    if fields.as_published and original > longest:
+        raise fields.error(name, f"its original_max_position_embeddings is more than the {longest} positions")
     if rope_type != "yarn":
         return
     if numbers.get("beta_fast", 32) < numbers.get("beta_slow", 1):
         raise fields.error(name, "its beta_fast must be at least its beta_slow (where not given: 32 and 1)")
-    longest = fields.require("max_position_embeddings", int)
     if numbers["original_max_position_embeddings"] * numbers["factor"] < longest:
         raise fields.error(name, f"its factor times original_max_position_embeddings is less than {longest} positions")
 
@@ -170,7 +198,10 @@ def _theta(fields: Fields, name: str, parameters: Mapping[str, Any], *, beside: 
     if type(inner) not in (int, float) or not 0 < inner < math.inf:
         raise fields.error(name, "its rope_theta must be a finite number greater than zero")
     if beside and fields.has("rope_theta") and fields.require("rope_theta", float) != float(inner):
-        raise fields.error("rope_theta", f"it contradicts {name} with rope_theta {inner!r}")
+        told = (
+            "" if fields.as_published else "; SGLang takes an override of it as {'rope_scaling': {'rope_theta': ...}}"
+        )
+        raise fields.error("rope_theta", f"it contradicts {name} with rope_theta {inner!r}{told}")
     return float(inner)
 
 

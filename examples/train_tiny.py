@@ -1,7 +1,8 @@
-"""Trains and judges the tiny Qwen3-MoE and Qwen3 checkpoints on generated word problems.
+"""Trains and judges the tiny Qwen3-MoE, Qwen3 and Kimi-K2 checkpoints on generated word problems.
 
-python examples/train_tiny.py train --out DIR          # the mixture of experts
-python examples/train_tiny.py train --out DIR --dense  # its dense twin
+python examples/train_tiny.py train --out DIR                  # Qwen3's mixture of experts
+python examples/train_tiny.py train --out DIR --model qwen3    # its dense twin
+python examples/train_tiny.py train --out DIR --model kimi-k2  # latent attention, sigmoid-routed and shared experts
 python examples/train_tiny.py judge DIR
 
 The models are transformers' own classes, so transformers is the exact reference for whoever serves them. Training
@@ -16,65 +17,39 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_models import EOS_ID, MAX_POSITIONS, MODELS, PAD_ID, VOCAB_SIZE, biased_experts, build_model, load
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from word_problems import TRAINING_SEED, Problem, heldout_problems, training_problem
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-EOS_ID, PAD_ID = 0, 1
-VOCAB_SIZE = 704
-ROPE_THETA = 1e6
 NUM_TRAINING_PROBLEMS = 400_000
 ROW_TOKENS = 1024
 ROWS_PER_STEP = 48
 NUM_STEPS = 5_000
 PEAK_LEARNING_RATE = 2e-3
+PEAK_BIAS_STEP = 1e-3
 WARMUP_STEPS = 300
 NO_LOSS = -100
 FEWSHOT_SEED = 2
 NUM_SHOTS = 5
-
-COMMON_CONFIG = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
-    "initializer_range": 0.05,
-    "eos_token_id": EOS_ID,
-}
-MOE_CONFIG = COMMON_CONFIG | {
-    "intermediate_size": 768,
-    "moe_intermediate_size": 384,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.01,
-    "tie_word_embeddings": False,
-}
-DENSE_CONFIG = COMMON_CONFIG | {"intermediate_size": 1280, "tie_word_embeddings": True}
 
 
 def text_of(problem: Problem) -> str:
@@ -112,7 +87,7 @@ def train_tokenizer(out: Path) -> None:
         "eos_token": EOS,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": COMMON_CONFIG["max_position_embeddings"],
+        "model_max_length": MAX_POSITIONS,
         "padding_side": "left",
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -173,13 +148,26 @@ def learning_rate(step: int, num_steps: int) -> float:
     return PEAK_LEARNING_RATE * (0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * progress))))
 
 
-def build_model(*, dense: bool) -> PreTrainedModel:
-    """A fresh model in bf16, on the CPU."""
-    torch.manual_seed(TRAINING_SEED)
-    model = (
-        Qwen3ForCausalLM(Qwen3Config(**DENSE_CONFIG)) if dense else Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE_CONFIG))
-    )
-    return model.to(torch.bfloat16)
+def balance_experts(model: PreTrainedModel) -> Callable[[float], None]:
+    """Returns a function that moves each correction bias by a step after a batch: up where an expert had too few.
+
+    The balancing without a loss of https://arxiv.org/abs/2408.15664.
+    """
+    chosen: dict[nn.Module, torch.Tensor] = {}
+
+    def remember(moe: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        chosen[moe] = args[1]
+
+    for moe in biased_experts(model):
+        moe.experts.register_forward_pre_hook(lambda experts, args, moe=moe: remember(moe, args))
+
+    def move(step: float) -> None:
+        for moe, experts in chosen.items():
+            bias = moe.gate.e_score_correction_bias
+            load = torch.bincount(experts.flatten(), minlength=len(bias)).float()
+            bias += step * torch.sign(load.mean() - load)
+
+    return move
 
 
 def fit(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor, num_steps: int) -> None:
@@ -190,6 +178,7 @@ def fit(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor, num_
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
     extras = {"output_router_logits": True} if isinstance(model, Qwen3MoeForCausalLM) else {}
+    move_biases = balance_experts(model)
     generator = torch.Generator().manual_seed(TRAINING_SEED)
     order = torch.empty(0, dtype=torch.long)
     started = time.perf_counter()
@@ -206,24 +195,31 @@ def fit(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor, num_
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps)
         optimizer.step()
+        move_biases(PEAK_BIAS_STEP * learning_rate(step, num_steps) / PEAK_LEARNING_RATE)
         torch._foreach_copy_([weight.data for weight in weights], [master.data for master in masters])
         if step % 250 == 0 or step == num_steps - 1:
             print(f"step {step} loss {loss.item():.4f} seconds {time.perf_counter() - started:.1f}", flush=True)
 
 
 def save(model: PreTrainedModel, out: Path) -> None:
-    """Writes weights and configs; `config.json` also has rope_theta and num_experts where transformers 4 reads them."""
+    """Writes weights and configs; `config.json` also has rope_theta and num_experts where transformers 4 reads them.
+
+    A Kimi-K2 is told from a DeepSeek-V3 by its model_type alone.
+    """
     model.save_pretrained(out)
     generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     config_file = out / "config.json"
-    config = json.loads(config_file.read_text()) | {"rope_theta": ROPE_THETA}
-    if "num_local_experts" in config:
+    config = json.loads(config_file.read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    if isinstance(model, DeepseekV3ForCausalLM):
+        config["model_type"] = "kimi_k2"
+    elif "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def train(out: Path, *, dense: bool, num_steps: int, num_problems: int, device: str) -> None:
+def train(out: Path, *, name: str, num_steps: int, num_problems: int, device: str) -> None:
     """Tokenizer, data, training and checkpoint, with the seconds of each part printed."""
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -232,7 +228,7 @@ def train(out: Path, *, dense: bool, num_steps: int, num_problems: int, device: 
     tokens, labels = pack_rows(encode_problems(out / "tokenizer.json", num_problems), newline_id)
     prepared = time.perf_counter()
     print(f"{num_problems} problems in {len(tokens)} rows, seconds {prepared - started:.1f}", flush=True)
-    model = build_model(dense=dense).to(device)
+    model = build_model(name, seed=TRAINING_SEED).to(device)
     fit(model, tokens.to(device), labels.to(device), num_steps)
     save(model, out)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -254,31 +250,28 @@ def attention_zeroed(model: PreTrainedModel, layer: int) -> Iterator[None]:
 
 
 @contextmanager
-def queries_shifted() -> Iterator[None]:
+def queries_shifted(model: PreTrainedModel) -> Iterator[None]:
     """Within, each query is rotated one position further than it stands, the keys as they should be."""
-    modules = (modeling_qwen3, modeling_qwen3_moe)
-    originals = [module.apply_rotary_pos_emb for module in modules]
+    rotations = (
+        (modeling_qwen3, "apply_rotary_pos_emb"),
+        (modeling_qwen3_moe, "apply_rotary_pos_emb"),
+        (modeling_deepseek_v3, "apply_rotary_pos_emb_interleave"),
+    )
+    originals = [getattr(module, name) for module, name in rotations]
+    step = model.model.rotary_emb.inv_freq.repeat(2)
 
     def shifted(original, query, key, cos, sin):
-        query, key = original(query, key, cos, sin)
-        half = cos.shape[-1] // 2
-        angles = ROPE_THETA ** (-torch.arange(half, device=cos.device, dtype=torch.float32) / half)
-        angles = torch.cat([angles, angles])[None, None]
-        query, _ = original(query, query, angles.cos().to(cos.dtype), angles.sin().to(sin.dtype))
-        return query, key
+        further = cos * step.cos() - sin * step.sin(), sin * step.cos() + cos * step.sin()
+        shifted_query, _ = original(query, query, *(part.to(cos.dtype) for part in further))
+        return shifted_query, original(query, key, cos, sin)[1]
 
-    for module, original in zip(modules, originals, strict=True):
-        module.apply_rotary_pos_emb = partial(shifted, original)
+    for (module, name), original in zip(rotations, originals, strict=True):
+        setattr(module, name, partial(shifted, original))
     try:
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            module.apply_rotary_pos_emb = original
-
-
-def load(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The checkpoint with transformers' plain loop over experts, its definition of the layer."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").to(device).eval()
+        for (module, name), original in zip(rotations, originals, strict=True):
+            setattr(module, name, original)
 
 
 @torch.no_grad()
@@ -337,7 +330,7 @@ def judge(folder: Path, device: str) -> bool:
         with attention_zeroed(model, layer):
             completions = complete(model, tokenizer, prompts)
         zeroed.append(report(f"bf16, attention of layer {layer} zeroed", problems, completions))
-    with queries_shifted():
+    with queries_shifted(model):
         completions = complete(model, tokenizer, prompts)
     shifted = report("bf16, queries one position further than the keys", problems, completions)
     return min(kept) >= 90 and min(zeroed) < 20 and shifted < 20 and distinct >= 200
@@ -349,7 +342,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train a checkpoint and write it")
     training.add_argument("--out", type=Path, required=True)
-    training.add_argument("--dense", action="store_true", help="the dense twin instead of the mixture of experts")
+    training.add_argument("--model", choices=MODELS, default="qwen3-moe")
     training.add_argument("--steps", type=int, default=NUM_STEPS)
     training.add_argument("--problems", type=int, default=NUM_TRAINING_PROBLEMS, help="size of the training set")
     judging = commands.add_parser("judge", help="score a checkpoint on the held-out problems")
@@ -361,7 +354,7 @@ def main() -> int:
         return 0 if judge(chosen.folder, chosen.device) else 1
     train(
         chosen.out,
-        dense=chosen.dense,
+        name=chosen.model,
         num_steps=chosen.steps,
         num_problems=chosen.problems,
         device=chosen.device,

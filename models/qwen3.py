@@ -120,7 +120,9 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.quant_config = quant_config
-        self.spec: Any = load_served_spec(config)
+        spec = load_served_spec(config)
+        assert isinstance(spec, Qwen3Spec)
+        self.spec = spec
         self.model = self.body(self.spec, quant_config, f"{prefix}.model" if prefix else "model")
         self.lm_head = make_lm_head(self.spec, self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config)

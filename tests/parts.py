@@ -1,8 +1,10 @@
 """The parts of `make test`: runs each named part, prints its minutes, and what did not run and why.
 
-Parts: lint, unit (no server), e2e (real servers), slow (further modes), host:VERSION (kits, backend tests and one
-server on another SGLang, from its wheel unpacked into .cache/ and put on the path in front of the installed one) and
-host-whole:VERSION (the same and all that depends on SGLang's version).
+Parts: lint, unit (no server), e2e (real servers), slow (further modes), sglang-names (our uses of SGLang against the
+wheels of its releases), host:VERSION (kits, backend tests and one server on one SGLang release, from its wheel unpacked
+into .cache/ and put on the path in front of the installed one), host-whole:VERSION (the same and all that depends on
+SGLang's version) and transformers:VERSION (the config tests with that transformers and without torch; VERSION is a
+number, oldest, newest or all).
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
+import transformers_venvs
+from wheels import DownloadError, unpacked
+
 REPO = Path(__file__).parents[1]
-CACHE = REPO / ".cache" / "hosts"
 #: What an older SGLang needs in front of the installed environment: the versions that it pins and cannot do without.
-HOSTS = {"0.5.17": ("transformers==5.12.1", "tokenizers==0.22.2"), "0.5.21": ()}
+HOSTS = {"0.5.17": ("transformers==5.12.1", "tokenizers==0.22.2"), "0.5.21": (), "0.5.23": ()}
 #: What runs against another host: kits and backend, and one server. ``host-whole:`` adds what starts many processes.
 HOST_TESTS = ("tests/attention",)
 HOST_WHOLE = ("tests/register", "tests/platform", "tests/cpu_graph", "tests/e2e/test_refusals.py")
@@ -43,30 +46,13 @@ def lint() -> int:
     return run("-m", "ruff", "format", "--check", ".") | run("-m", "ruff", "check", ".") | run("-m", "mypy")
 
 
-def unpacked(version: str) -> list[Path]:
-    """Return the folders that put SGLang ``version`` in front; downloads and unpacks its wheels once."""
-    folders = []
-    for requirement in (*HOSTS[version], f"sglang=={version}"):
-        folder = CACHE / requirement.replace("==", "-")
-        if not folder.is_dir():
-            wheels = CACHE / "wheels" / folder.name
-            subprocess.run(
-                [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), requirement], check=True
-            )
-            (wheel,) = wheels.glob("*.whl")
-            partial = folder.with_suffix(".partial")
-            zipfile.ZipFile(wheel).extractall(partial)
-            partial.rename(folder)
-        folders.append(folder)
-    return folders
-
-
 def host(version: str, *, whole: bool) -> int:
     """Kits, backend tests and one server on another SGLang; ``whole``: registration, platform and refusals as well."""
-    env = {"PYTHONPATH": os.pathsep.join(map(str, unpacked(version)))}
+    folders = [unpacked(requirement) for requirement in (*HOSTS[version], f"sglang=={version}")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))}
     found = subprocess.run(
         [sys.executable, "-c", "import sglang; print(sglang.__version__)"], env={**os.environ, **env}, text=True,
-        capture_output=True, check=True,
+        stdout=subprocess.PIPE, check=True,
     ).stdout.split()[-1]  # fmt: skip
     if found != version:
         print(f"wanted SGLang {version} on the path, found {found}")
@@ -75,18 +61,42 @@ def host(version: str, *, whole: bool) -> int:
     return status | pytest(*HOST_WHOLE, env=env) if whole else status
 
 
-def part(name: str) -> int:
-    """Run one part and return its exit status."""
+def part(name: str) -> tuple[int, str]:
+    """Run one part; return its exit status and what there is to say about it beside that.
+
+    What a part cannot prepare (a download, an environment) fails that part, and the others still run.
+    """
+    try:
+        return run_part(name)
+    except (subprocess.CalledProcessError, DownloadError) as error:
+        return 1, str(error)
+
+
+def run_part(name: str) -> tuple[int, str]:
+    """Run one part as ``part`` does, and raise what it could not prepare."""
     kind, _, version = name.partition(":")
+    if kind == "transformers":
+        return transformers_venvs.run(version)
     if version:
-        return host(version, whole=kind == "host-whole")
+        return host(version, whole=kind == "host-whole"), ""
     not_here = "not gpu and not rocm"
-    return {
+    status = {
         "lint": lint,
         "unit": lambda: pytest("tests", *TWO_AT_ONCE, "-m", f"{not_here} and not e2e and not slow", env=ONE_THREAD),
         "e2e": lambda: pytest("tests", "-m", f"{not_here} and e2e and not slow"),
         "slow": lambda: pytest("tests", "-m", f"{not_here} and slow"),
+        "sglang-names": lambda: pytest("tests/host"),
     }[name]()
+    return status, ""
+
+
+def numbered(names: list[str]) -> list[str]:
+    """Return ``names`` with transformers:oldest, :newest and :all turned into a part a version, none twice."""
+    parts = []
+    for name in names:
+        kind, _, word = name.partition(":")
+        parts += [f"{kind}:{one}" for one in transformers_venvs.numbered(word)] if kind == "transformers" else [name]
+    return list(dict.fromkeys(parts))
 
 
 def install_minutes() -> list[tuple[str, str, float]]:
@@ -115,14 +125,15 @@ def main(names: list[str]) -> int:
     """Run the parts in order; every part runs, and one that failed makes the whole fail."""
     rows = install_minutes()
     failed = 0
-    for name in names:
+    for name in numbered(names):
         start = time.monotonic()
-        status = part(name)
+        status, note = part(name)
         failed |= status
-        rows.append((name, "ok" if status == 0 else f"FAILED ({status})", (time.monotonic() - start) / 60))
-    print("\npart            minutes  outcome")
+        outcome = ("ok" if status == 0 else f"FAILED ({status})") + (f": {note}" if note else "")
+        rows.append((name, outcome, (time.monotonic() - start) / 60))
+    print("\npart                 minutes  outcome")
     for name, outcome, minutes in rows:
-        print(f"{name:<15} {minutes:7.1f}  {outcome}")
+        print(f"{name:<20} {minutes:7.1f}  {outcome}")
     print("not run: " + "; ".join(f"{count} tests marked {marker}: {why}" for marker, count, why in left_out(names)))
     return int(failed != 0)
 

@@ -62,6 +62,10 @@ class AtomCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Return False: there is nothing to pin host memory for."""
         return False
 
+    def get_compile_backend(self, mode: Any = None) -> str:
+        """Return "eager": SGLang compiles its routers, and a machine that serves need not have a compiler."""
+        return "eager"
+
     def get_quantization_config(self, quantization: str) -> NoReturn:
         """Raise ValueError: SGLang's quantised layers are GPU kernels, and its PyTorch experts read no scales."""
         raise ValueError(

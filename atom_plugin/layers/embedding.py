@@ -7,7 +7,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from atom_plugin.configs import Qwen3Spec
+from atom_plugin.configs import DecoderSpec
 
 
 def make_embedding(vocab_size: int, hidden_size: int, *, prefix: str) -> nn.Module:
@@ -15,7 +15,7 @@ def make_embedding(vocab_size: int, hidden_size: int, *, prefix: str) -> nn.Modu
     return VocabParallelEmbedding(vocab_size, hidden_size, prefix=prefix, use_attn_tp_group=is_dp_attention_enabled())
 
 
-def make_lm_head(spec: Qwen3Spec, embed_tokens: nn.Module) -> nn.Module:
+def make_lm_head(spec: DecoderSpec, embed_tokens: nn.Module) -> nn.Module:
     """Return the head: the embedding itself when tied, unless attention DP splits the two in different ways."""
     if spec.tie_word_embeddings and not is_dp_attention_enabled():
         return embed_tokens

@@ -10,7 +10,8 @@ from sglang.srt.layers.moe.utils import RoutingMethodType
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
-from atom_plugin import host
+from atom_plugin import device, host
+from atom_plugin.layers.mlp import GatedMLP
 from atom_plugin.layers.parallel import reduce_feed_forward
 
 
@@ -53,3 +54,85 @@ class SoftmaxRoutedExperts(nn.Module):
         else:
             routing = self.topk.empty_topk_output(hidden_TD.device)
         return reduce_feed_forward(self.experts(hidden_TD, routing))
+
+
+class SigmoidRouter(nn.Module):
+    """The scores of DeepSeek-V3's router, and the bias that it adds to choose by and never to weight by."""
+
+    def __init__(self, *, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return the logits [tokens, experts] in fp32: in bf16 the scores of close experts would be equal."""
+        if hidden_TD.dtype != torch.float32 and device.multiplies_into_fp32():
+            return torch.mm(hidden_TD, self.weight.t(), out_dtype=torch.float32)
+        return nn.functional.linear(hidden_TD.float(), self.weight.float())
+
+
+class SigmoidRoutedExperts(nn.Module):
+    """Experts chosen by sigmoid scores plus a bias, within the best groups, and experts that all tokens share.
+
+    Routed experts are split over EP ranks, their width over MoE-TP ranks; the width of the shared ones over all TP
+    ranks, so that one sum over these counts both once. No layer of SGLang's is told the routed scaling factor: some
+    would apply it to the weights, some to the output and some not at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_shared_experts: int,
+        top_k: int,
+        num_groups: int,
+        groups_per_token: int,
+        renormalize: bool,
+        routed_scaling_factor: float,
+        layer_id: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.routed_scaling_factor = routed_scaling_factor
+        self.gate = SigmoidRouter(hidden_size=hidden_size, num_experts=num_experts)
+        self.topk = TopK(
+            top_k=top_k,
+            layer_id=layer_id,
+            renormalize=renormalize,
+            use_grouped_topk=True,
+            num_expert_group=num_groups,
+            topk_group=groups_per_token,
+            scoring_func="sigmoid",
+            correction_bias=self.gate.e_score_correction_bias,
+        )
+        self.experts = get_moe_impl_class(quant_config)(
+            num_experts=num_experts,
+            top_k=top_k,
+            layer_id=layer_id,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            quant_config=quant_config,
+            routing_method_type=RoutingMethodType.DeepSeekV3,
+            prefix=f"{prefix}.experts",
+        )
+        host.bind_topk(self.topk, self.experts)
+        self.shared_experts = GatedMLP(
+            hidden_size=hidden_size,
+            intermediate_size=num_shared_experts * intermediate_size,
+            reduce_results=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.shared_experts",
+        )
+
+    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, hidden_size], summed over the TP group; no rows are an empty routing, not an empty kernel."""
+        shared_TD = self.shared_experts(hidden_TD)
+        if hidden_TD.shape[0]:
+            routing = self.topk(hidden_TD, self.gate(hidden_TD))
+        else:
+            routing = self.topk.empty_topk_output(hidden_TD.device)
+        routed_TD = self.experts(hidden_TD, routing)
+        return reduce_feed_forward(torch.add(shared_TD, routed_TD, alpha=self.routed_scaling_factor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.layers.rotary_embedding import get_rope
 from torch import nn
 
 from atom_plugin.configs import RopeSpec
@@ -33,6 +32,8 @@ def make_rope(spec: RopeSpec, *, head_dim: int, max_position: int, is_neox: bool
     both times ``spec.cos_sin_scale``. ``is_neox``: the halves of the part turn together, otherwise neighbours do.
     Raises ValueError for a rope that SGLang computes in another way than transformers.
     """
+    from sglang.srt.layers.rotary_embedding import get_rope  # here, so that `explain` needs no SGLang
+
     problems = why_not_rope(spec)
     if problems:
         raise ValueError("; ".join(problems))

@@ -331,7 +331,7 @@ def test_an_extend_batch_that_mlp_sync_padded(return_lse: bool) -> None:
 
 
 def set_real_tokens(batch: Any, num: int) -> None:
-    name = "global_num_token_non_padded_cpu" if host.since("0.5.21") else "num_token_non_padded_cpu"
+    name = "global_num_token_non_padded_cpu" if host.since("0.5.20") else "num_token_non_padded_cpu"
     setattr(batch, name, num)
 
 
@@ -434,7 +434,7 @@ def test_metadata_keeps_no_memory_of_sglangs() -> None:
 
 
 def test_shared_reads_end_before_replay_for_decode_and_verify() -> None:
-    if not host.since("0.5.21"):  # the notion came with 0.5.21
+    if not host.since("0.5.18"):  # the notion came with 0.5.18
         from sglang.srt.layers.attention import base_attn_backend
 
         assert "SharedReadEnds" not in vars(base_attn_backend)

@@ -168,10 +168,13 @@ def draw_latent(draw: Draw) -> Values:
 def kimi_k2(draw: Draw) -> Case:
     """Return a Kimi-K2 or, as often, a Kimi-K2.5."""
     nested = draw(st.booleans())
-    changes, experts, dtype = draw_latent(draw), draw(SMALL), draw(DTYPE)
+    changes, groups, of_group, dtype = draw_latent(draw), draw(SMALL), 1 + draw(SMALL), draw(DTYPE)
+    experts = groups * of_group
     top_k, shared = draw(st.integers(1, experts)), draw(SMALL)
+    taken = draw(st.integers(-(-top_k // of_group), groups))
     old_rope, new_rope, rope = rope_forms(draw, changes["max_position_embeddings"])
     spelled = {"n_routed_experts": experts, "num_experts_per_tok": top_k, "n_shared_experts": shared}
+    spelled |= {"n_group": groups, "topk_group": taken}
     whole = fixtures.read("moonshotai--Kimi-K2.5" if nested else "moonshotai--Kimi-K2-Instruct")
     text = without(whole.get("text_config", whole), "torch_dtype", "dtype", "rope_scaling", "rope_theta")
     text |= {**changes, **spelled}
@@ -184,12 +187,14 @@ def kimi_k2(draw: Draw) -> Case:
         old = {**outer, "dtype": dtype, "text_config": without(old, "tie_word_embeddings")}
         new = {**outer, "text_config": {**new, "model_type": "deepseek_v3"}}
     names = [*COMMON, *LATENT, *spelled, "num_key_value_heads", "first_k_dense_replace", "norm_topk_prob", "rope_theta"]
-    names += ["n_group", "topk_group", "topk_method", "scoring_func", "moe_layer_freq"]
+    names += ["topk_method", "scoring_func", "moe_layer_freq"]
     expected = {
         **same_named(changes, *LATENT, *COMMON[2:9]),
         "num_experts": experts,
         "num_experts_per_tok": top_k,
         "num_shared_experts": shared,
+        "num_expert_groups": groups,
+        "num_groups_per_token": taken,
         "dense_layers": frozenset(range(changes["first_k_dense_replace"])),
         "dtype": dtype,
         "rope": {**rope, "rotary_dim": changes["qk_rope_head_dim"], "sections": None},

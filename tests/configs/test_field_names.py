@@ -20,7 +20,9 @@ OUTSIDE = [
     and not path.is_relative_to(REPO / "atom_plugin" / "models")
 ]
 #: What a Hugging Face config is called; ``model_config`` is SGLang's own object with fields of its own.
-CONFIGS = ("config", "hf_config", "hf_text_config", "text_config", "raw", "raw_config")
+CONFIGS = frozenset(
+    ["config", "get_text_config", "hf_cfg", "hf_config", "hf_text_config", "raw", "raw_config", "text_config"]
+)
 
 
 def all_keys(value: Any) -> set[str]:
@@ -53,11 +55,45 @@ def field_of(node: ast.expr | None) -> str:
     return node.value if isinstance(node, ast.Constant) and node.value in FIELDS else ""
 
 
+def bindings(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield (target, value) of every assignment, those of ``with`` and of ``:=`` as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            yield node.target, node.value
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            yield node.optional_vars, node.context_expr
+
+
+def called_configs(tree: ast.AST) -> frozenset[str]:
+    """Return CONFIGS and every name that ``tree`` gives one of them, whatever its scope."""
+    called, pairs = CONFIGS, list(bindings(tree))
+    while True:
+        more = {last_name(target) for target, value in pairs if is_config(value, called)} - called - {""}
+        if not more:
+            return called
+        called |= more
+
+
+def is_config(value: ast.expr, called: frozenset[str]) -> bool:
+    """Return whether an expression is, or may be, what is ``called`` a config."""
+    if isinstance(value, ast.BoolOp):
+        return any(is_config(each, called) for each in value.values)
+    if isinstance(value, ast.IfExp):
+        return is_config(value.body, called) or is_config(value.orelse, called)
+    if isinstance(value, ast.Call) and last_name(value) in ("copy", "deepcopy") and value.args:
+        return is_config(value.args[0], called)
+    return last_name(value) in called
+
+
 def problems(source: str) -> Iterator[str]:
-    """Yield what ``source`` reads of a config: an attribute, a key, get, getattr, hasattr or vars."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield what ``source`` reads of a config: an attribute, a key, get, getattr, hasattr, attrgetter or vars."""
+    tree = ast.parse(source)
+    called = called_configs(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in FIELDS:
-            if last_name(node.value) in CONFIGS:
+            if last_name(node.value) in called:
                 yield f"line {node.lineno}: reads {ast.unparse(node)}"
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and field_of(node.slice):
             yield f"line {node.lineno}: reads {ast.unparse(node)}"
@@ -65,12 +101,14 @@ def problems(source: str) -> Iterator[str]:
             function, first = last_name(node.func), node.args[0]
             if function in ("get", "pop", "setdefault") and isinstance(node.func, ast.Attribute) and field_of(first):
                 yield f"line {node.lineno}: reads {ast.unparse(node)}"
-            if function in ("getattr", "hasattr") and last_name(first) in (*CONFIGS, "model_config"):
+            if function in ("getattr", "hasattr") and last_name(first) in called | {"model_config"}:
                 yield f"line {node.lineno}: looks for a field by {ast.unparse(node)}"
-            if function == "vars" and last_name(first) in CONFIGS:
+            if function == "vars" and last_name(first) in called:
                 yield f"line {node.lineno}: takes all fields by {ast.unparse(node)}"
-            if function == "getattr" and len(node.args) == 3 and field_of(node.args[1]):
-                yield f"line {node.lineno}: hides a missing field by {ast.unparse(node)}"
+            if function in ("getattr", "hasattr") and len(node.args) > 1 and field_of(node.args[1]):
+                yield f"line {node.lineno}: reads a field of whatever it is by {ast.unparse(node)}"
+            if function == "attrgetter" and any(map(field_of, node.args)):
+                yield f"line {node.lineno}: reads a field of whatever it is by {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(REPO)))
@@ -106,6 +144,23 @@ def test_the_check_walks_all_of_it() -> None:
         "x = values.pop('torch_dtype', None)",
         "x = vars(hf_config)",
         "if hasattr(config, 'text_config'): pass",
+        "cfg = model_config.hf_config\nx = cfg.hidden_size",
+        "c = self.config\nx = c.num_experts",
+        "c: Any = self.config\nd = c\nx = d.rope_scaling",
+        "self.c = config\nx = self.c.num_hidden_layers",
+        "if (c := runner.hf_config) and c.rope_theta: pass",
+        "c = config or hf_config\nx = c.hidden_size",
+        "c = config if nested else config.text_config\nx = c.hidden_size",
+        "c = copy.deepcopy(config)\nx = c.hidden_size",
+        "c = config\nx = getattr(c, name)",
+        "x = getattr(c, 'rope_theta')",
+        "x = getattr(anything(), 'rope_theta', 10000)",
+        "if hasattr(c, 'num_local_experts'): pass",
+        "x = attrgetter('hidden_size')(c)",
+        "x = config.get_text_config().hidden_size",
+        "x = model_config.get_text_config(decoder=True).hidden_size",
+        "c = config.get_text_config()\nx = c.hidden_size",
+        "x = model_config.hf_cfg.hidden_size",
         "def f(self):\n    return [self.config.intermediate_size for _ in range(3)]",
     ],
 )
@@ -124,6 +179,8 @@ def test_a_planted_violation_is_found(planted: str) -> None:
         "widths['moe_intermediate_size'] = 4",
         "x = config.to_dict()",
         "x = config.splits",
+        "c = load_spec(config)\nx = c.hidden_size",
+        "x = getattr(layer, 'qkv_proj')",
         "self.config = config",
     ],
 )

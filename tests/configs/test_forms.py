@@ -118,6 +118,15 @@ def test_overrides(name: str, overrides: dict[str, Any], field: str, value: Any)
     assert vars(load_spec(fixtures.path(name), overrides=overrides))[field] == value
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "rope_theta"])
+def test_a_rope_override_beside_the_text_model(name: str) -> None:
+    """It would change nothing: the message says where it belongs."""
+    with pytest.raises(
+        ConfigError, match=f"^overrides: '{name}' belongs .* give {{'text_config': {{'{name}': \\.\\.\\.}}}}"
+    ):
+        load_spec(fixtures.path("moonshotai--Kimi-K2.5"), overrides={name: {"rope_type": "default"}})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -150,10 +159,124 @@ def test_an_object_that_is_no_config() -> None:
         load_spec(SimpleNamespace(hidden_size=1))
 
 
+class Odd:
+    """An object with a to_dict that returns ``stated``."""
+
+    def __init__(self, stated: Any) -> None:
+        self.stated = stated
+
+    def to_dict(self) -> Any:
+        return self.stated
+
+
+class Bare:
+    """Without any __dict__."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> Any:
+        return fixtures.read("Qwen--Qwen3-8B")
+
+
+def endless() -> list[Any]:
+    """Return a mapping, an object and a ModelConfig that contain themselves."""
+    mapping: dict[str, Any] = fixtures.read("Qwen--Qwen3-8B")
+    mapping["rope_scaling"] = mapping
+    holder = SimpleNamespace()
+    holder.hf_config = holder
+    return [mapping, Odd(mapping), holder]
+
+
+@pytest.mark.parametrize("config", endless(), ids=["mapping", "object", "holder"])
+def test_what_contains_itself(config: Any) -> None:
+    """One message, and no RecursionError."""
+    with pytest.raises(ConfigError, match="is no config: it contains itself, or nests too deep"):
+        load_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Odd(None), "Odd is no config: its to_dict returns None, no mapping"),
+        (Odd([1]), "Odd is no config: its to_dict returns [1], no mapping"),
+        (PretrainedConfig, "is no config but a class: an object of it is required"),
+        (SimpleNamespace(hf_config=None), "NoneType is no config"),
+        ({7: 1, "model_type": "qwen3"}, "config: field 7: the name of a field must be text"),
+        ("x" * 5000, "cannot be read as a config"),
+        ("a\0b", "cannot be read as a config"),
+    ],
+)
+def test_no_other_error(config: Any, message: str) -> None:
+    """Whatever is passed in, it is a ConfigError."""
+    with pytest.raises(ConfigError) as error:
+        load_spec(config)
+    assert message in str(error.value)
+
+
+def test_names_that_are_no_text() -> None:
+    """At any level, and in overrides."""
+    values = fixtures.read("Qwen--Qwen3-8B")
+    for given, overrides in (
+        ({**values, "quantization_config": {"quant_method": "fp8", 7: 1}}, None),
+        (values, {7: 1}),
+    ):
+        with pytest.raises(ConfigError, match="7: the name of a field must be text"):
+            load_spec(given, overrides=overrides)
+
+
+def test_an_object_without_a_dict() -> None:
+    """Its to_dict is enough."""
+    assert load_spec(Bare()) == GOLDENS["Qwen--Qwen3-8B"]
+
+
+@pytest.mark.parametrize("name", fixtures.understood())
+def test_more_layers_than_any_model(name: str) -> None:
+    """Refused before anything is made for each of them."""
+    overrides: dict[str, Any] = {"num_hidden_layers": 10**8}
+    overrides = {"text_config": overrides} if "text_config" in fixtures.read(name) else overrides
+    with pytest.raises(ConfigError, match=r"num_hidden_layers' is 100000000: it must be at most 1000"):
+        load_spec(fixtures.path(name), overrides=overrides)
+
+
+@pytest.mark.parametrize("read", [load_spec, lambda folder: raw_config(str(folder), None)], ids=["load", "launch"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 200_000, "cannot be read as a config"),
+        ('{"a": ' * 700 + "1" + "}" * 700, "cannot be read as a config: it nests too deep"),
+        ('{"hidden_size": 1, "hidden_size": 2}', "it has 'hidden_size' twice"),
+        ('{"text_config": {"a": 1, "a": 1}}', "it has 'a' twice"),
+    ],
+    ids=["deep", "deep and closed", "twice", "twice inside"],
+)
+def test_a_file_that_says_two_things(read: Any, text: str, message: str, tmp_path: Path) -> None:
+    """JSON keeps the last of two equal names, and a launch must not."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path)
+    assert str(tmp_path) in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize("read", [load_spec, lambda folder: raw_config(str(folder), None)], ids=["load", "launch"])
+def test_a_checkpoint_of_modelopt(read: Any, tmp_path: Path) -> None:
+    """Its quantisation is in a file of its own; with a quantization_config that one decides."""
+    values = fixtures.read("Qwen--Qwen3-30B-A3B")
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for path in (tmp_path, tmp_path / "config.json") if read is load_spec else (tmp_path,):
+        with pytest.raises(ConfigError, match=r"hf_quant_config\.json beside it says how ModelOpt has quantised"):
+            read(path)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": fp8}))
+    read(tmp_path)
+
+
 def test_raw_config_of_a_launch(tmp_path: Path) -> None:
     """What a launch reads before any class: the file as it is, or an error that names the place."""
-    with pytest.raises(ConfigError, match=r"no config\.json can be read"):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as a config"):
         raw_config(str(tmp_path), None)
+    with pytest.raises(ConfigError, match=r"no config\.json can be read"):
+        raw_config(str(tmp_path / "nowhere"), None)
     (tmp_path / "config.json").write_text(json.dumps(fixtures.read("Qwen--Qwen3-8B")))
     source, raw = raw_config(str(tmp_path), None)
     raw.pop("_commit_hash", None)  # some versions say where in a repo it was

@@ -11,7 +11,10 @@ from atom_plugin.configs import FAMILIES, SERVED, ConfigError, load_served_spec,
 from tests.configs import fixtures
 from tests.configs.goldens import GOLDENS
 
-HAVE = "It has: Qwen3ForCausalLM (model_type qwen3), Qwen3MoeForCausalLM (model_type qwen3_moe). "
+HAVE = (
+    "It has: Qwen3ForCausalLM (model_type qwen3), Qwen3MoeForCausalLM (model_type qwen3_moe), "
+    "DeepseekV3ForCausalLM (model_type kimi_k2), KimiK25ForConditionalGeneration (model_type kimi_k25). "
+)
 DROP = "Drop `--model-impl atom` to serve it with SGLang's own model."
 DEEPSEEK = (
     "architecture DeepseekV3ForCausalLM with model_type 'deepseek_v3' is not one that atom-plugin has. "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from transformers import FineGrainedFP8Config
 
 from atom_plugin.configs import BlockFp8, ConfigError, PackedInt4, PackedMxfp4, Quantization, load_spec
 from tests.configs import fixtures
@@ -110,10 +112,63 @@ def test_a_listed_container_holds_back_all_inside_of_it() -> None:
 
 def test_a_module_that_is_quantised_in_part() -> None:
     """No kernel runs half of a fused module quantised; asking for it names the parts."""
-    stored = quantization("qwen3", {**FP8, "ignored_layers": [f"{ATTENTION}.q_proj"]})
-    assert isinstance(stored, BlockFp8) and not stored.covers(f"{ATTENTION}.q_proj")
-    with pytest.raises(ValueError, match=r"self_attn\.qkv_proj is quantised in part.*q_proj': False.*k_proj': True"):
+    stored = BlockFp8(block=(128, 128), unquantized=frozenset({f"{ATTENTION}.q_proj"}))
+    assert not stored.covers(f"{ATTENTION}.q_proj")
+    with pytest.raises(ValueError, match=r"self_attn\.qkv_proj is quantised in part.*k_proj is, .*q_proj is not$"):
         stored.covers(f"{ATTENTION}.qkv_proj")
+
+
+@pytest.mark.parametrize(
+    ("base", "listed", "message"),
+    [
+        ("qwen3", ["model.layers.0.self_attn.q_proj"], r"0\.self_attn\.qkv_proj .*k_proj is, .*q_proj is not$"),
+        ("qwen3", ["model.layers.47.mlp.up_proj"], r"47\.mlp\.gate_up_proj is quantised in part"),
+        ("kimi_k2", ["model.layers.60.self_attn.q_a_proj"], r"60\.self_attn\.fused_qkv_a_proj_with_mqa is quantised"),
+        ("kimi_k2", [r"re:.*shared_experts\.gate_proj"], r"0\.mlp\.shared_experts\.gate_up_proj is quantised in part"),
+        ("kimi_k2", [r"re:.*experts\..*\.up_proj"], r"0\.mlp\.(shared_)?experts.* is quantised in part"),
+        (
+            "kimi_k2",
+            [r"re:.*\.mlp\..*\.7\..*"],
+            r"60\.mlp\.experts is quantised in part.*0\.gate_proj is, .*7\.gate_pr",
+        ),
+    ],
+)
+def test_a_layer_that_is_quantised_in_part(base: str, listed: list[str], message: str) -> None:
+    """Refused where the config is read: nothing is built before."""
+    with pytest.raises(ConfigError, match=message):
+        quantization(base, {**FP8, "modules_to_not_convert": listed})
+
+
+@pytest.mark.parametrize(
+    ("listed", "parts"),
+    [
+        (f"{ATTENTION}.qkv_proj", ["q_proj", "k_proj", "v_proj", "qkv_proj"]),
+        (r"re:.*self_attn\.qkv_proj", ["q_proj", "k_proj", "v_proj", "qkv_proj"]),
+        (f"{ATTENTION}.fused_qkv_a_proj_with_mqa", ["q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa"]),
+    ],
+)
+def test_a_name_of_ours_means_all_its_parts(listed: str, parts: list[str]) -> None:
+    """As SGLang reads it."""
+    stored = quantization("kimi_k2", {**FP8, "modules_to_not_convert": [listed]})
+    assert stored is not None and stored.covers(f"{ATTENTION}.o_proj")
+    assert not any(stored.covers(f"{ATTENTION}.{part}") for part in parts)
+
+
+def test_the_object_of_transformers() -> None:
+    """Its quant_method is an enum, whose text is not its value."""
+    config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
+    for given in (config, config.to_dict()):
+        values = {**fixtures.read(BASES["qwen3"]), "quantization_config": given}
+        assert load_spec(values).quantization == BlockFp8(block=(128, 128), unquantized=frozenset({"lm_head"}))
+
+
+def test_a_long_list_is_read_at_once() -> None:
+    """94 layers and 283 names; a dozen times what it takes."""
+    values = fixtures.read("Qwen--Qwen3-235B-A22B-FP8")
+    values["quantization_config"]["modules_to_not_convert"].append("model.norm")  # no other test has read this one
+    start = time.perf_counter()
+    load_spec(values)
+    assert time.perf_counter() - start < 0.3
 
 
 INT4 = fixtures.read(BASES["kimi_k2"])["quantization_config"]
@@ -126,6 +181,7 @@ INT4 = fixtures.read(BASES["kimi_k2"])["quantization_config"]
         (["model.language_model.layers.0.mlp"], ["model.layers.0.mlp"]),
         ([r"re:language_model\.model\.layers\.0\..*"], [r"re:model\.layers\.0\..*"]),
         (["re:language_model.lm_head", "re:.*self_attn.*"], ["re:lm_head", "re:.*self_attn.*"]),
+        (["model.layers.0.mlp.", "lm_head."], ["model.layers.0.mlp", "lm_head"]),
         (["vision_tower.blocks.0", "re:vision_tower.*", r"re:.*mm_projector\..*", "model.visual.merger", "mtp.fc"], []),
         ([], []),
     ],
@@ -145,6 +201,17 @@ def test_names_become_ours(listed: list[str], ours: list[str]) -> None:
         (["re:.*("], "'re:.*(' is no regular expression"),
         (["model.layers.3.mlp.experts.7.up_proj"], "names single experts, and those of a layer are stored alike"),
         ([r"re:.*experts\.[0-7]\..*"], "names single experts"),
+        (["model.layers.*.mlp"], "'model.layers.*.mlp' is no full module name"),
+        (["model.layers.[0-3].mlp"], "'model.layers.[0-3].mlp' is no full module name"),
+        (["model.layers.0.self_attn.q_proj.weight"], "q_proj.weight' is the name of a tensor"),
+        (["lm_headx"], "'lm_headx' is no full module name"),
+        (["modelx.layers"], "'modelx.layers' is no full module name"),
+        (["model.layers.0.visual.mlp"], "has visual in it, which no module of the text model has"),
+        (["model.layers.0.mtp"], "has mtp in it"),
+        (["re:.*visual.*|.*self_attn.*"], "'re:.*visual.*|.*self_attn.*' has visual in it"),
+        (["re:vision_tower.*|model.*"], "is no full module name"),
+        (["re:.*language_model.layers.0.*"], "has language_model in it"),
+        ([r"re:language_model\.model\..*|language_model\.lm_head"], "has language_model in it"),
         ([7], "a list of module names is required"),
         ("lm_head", "list is required"),
     ],
@@ -154,6 +221,13 @@ def test_names_that_cannot_be_mapped(listed: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         quantization("kimi_k2", {**INT4, "ignore": listed})
     assert "'quantization_config.ignore'" in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model.layers.61.mlp", "model.layers.00.mlp", "model.layers.610"])
+def test_layers_that_the_model_does_not_have(name: str) -> None:
+    """An entry that means no layer was meant for one."""
+    with pytest.raises(ConfigError, match=f"it names '{name}', and layers are called 0 to 60"):
+        quantization("kimi_k2", {**INT4, "ignore": [name]})
 
 
 def int4(**changes: Any) -> dict[str, Any]:
@@ -188,7 +262,11 @@ WEIGHTS = "quantization_config.config_groups.group_0.weights"
             "'quantization_config.activation_scheme' is 'static': accepted: None, 'dy",
         ),
         ({**FP8, "fmt": "e5m2"}, "field 'quantization_config.fmt' is 'e5m2': accepted: None, 'e4m3'"),
-        ({**FP8, "scale_fmt": "ue8m0"}, "field 'quantization_config.scale_fmt' is 'ue8m0': unknown fields (scale_fmt)"),
+        ({**FP8, "scale_fmt": "ue8m0"}, "field 'quantization_config.scale_fmt' is 'ue8m0': accepted: None, 'float'"),
+        ({**FP8, "expert_dtype": "fp4"}, "field 'quantization_config.expert_dtype' is 'fp4': accepted: None, 'fp8'"),
+        ({**FP8, "dequantize": True}, "field 'quantization_config.dequantize' is True: accepted: None, False"),
+        ({**FP8, "modules_to_convert": ["lm_head"]}, "quantization_config.modules_to_convert' is ['lm_head']"),
+        ({**FP8, "scale_fmts": 1}, "field 'quantization_config.scale_fmts' is 1: unknown field; did you mean"),
         ({**FP8, "modules_to_not_convert": ["lm_head"], "ignored_layers": ["model.norm"]}, "contradict each other"),
         ({**FP8, "weight_block_size": [64, 64]}, "with weight_block_size [128, 128]"),
         ("fp8", "field 'quantization_config' is 'fp8': a mapping is required"),

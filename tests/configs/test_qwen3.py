@@ -67,10 +67,11 @@ def test_rope(changes: dict[str, Any], rope: RopeSpec) -> None:
         ({"rope_scaling": {**YARN, "factor": float("nan")}}, "its factor must be a finite number"),
         ({"rope_scaling": {**YARN, "beta_fast": 0}}, "its beta_fast must be a finite number greater than zero"),
         ({"rope_scaling": {**YARN, "original_max_position_embeddings": 512}}, "is less than 40960 positions"),
-        ({"rope_theta": float("inf")}, "field 'rope_theta' is inf: it must lie between"),
+        ({"rope_theta": float("inf")}, "field 'rope_theta' is inf: a finite number is required"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a finite number"),
         ({"rms_norm_eps": 1000.0}, "field 'rms_norm_eps' is 1000.0: it must lie between"),
-        ({"architectures": "Qwen3MoeForCausalLM"}, "a list is required"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "a list of names is required"),
+        ({"architectures": [["Qwen3MoeForCausalLM"]]}, "a list of names is required"),
         ({"is_causal": False, "swiglu_limit": 7}, "unknown fields (is_causal, swiglu_limit)"),
         ({"num_experts": None}, "field 'num_experts' is absent: it is required, as int"),
         ({"num_local_experts": 64}, "field 'num_experts' is 128: it contradicts 'num_local_experts' = 64"),
@@ -138,6 +139,120 @@ def test_the_documented_yarn_override(form: str, name: str) -> None:
     """The override of the model card, over both forms of a file, is the same as the file with it."""
     spec = load_spec(fixtures.path(f"Qwen--Qwen3-30B-A3B{form}"), overrides={name: YARN_FILE})
     assert spec.rope == load_spec(config(rope_scaling=YARN_FILE)).rope
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {**YARN_FILE, "beta_fast": 16.0},
+        {**YARN_FILE, "rope_type": "linear"},
+        {"rope_type": "default"},
+        {"rope_theta": 1e6},
+    ],
+)
+def test_two_forms_that_differ(other: dict[str, Any]) -> None:
+    """What one form has and the other lacks is a contradiction, and is not put together from both."""
+    for forms in ((other, YARN_FILE), (YARN_FILE, other)):
+        with pytest.raises(ConfigError, match=r"field 'rope_parameters' is .*: it contradicts 'rope_scaling' = "):
+            load_spec(config(rope_parameters=forms[0], rope_scaling=forms[1]))
+
+
+def test_two_forms_that_agree() -> None:
+    """The spelling of the type, nulls and the base, which the older form keeps beside, are no difference."""
+    old = {"type": "yarn", **{key: value for key, value in YARN_FILE.items() if key != "rope_type"}}
+    both = config(rope_parameters={**YARN_FILE, "rope_theta": 1e6, "mscale": None}, rope_scaling=old)
+    assert load_spec(both).rope == load_spec(config(rope_scaling=YARN_FILE)).rope
+    with pytest.raises(ConfigError, match="it contradicts 'rope_scaling'"):
+        load_spec(config(rope_parameters={**YARN_FILE, "rope_theta": 1e6}, rope_scaling={**YARN_FILE, "rope_theta": 2}))
+
+
+OLD_YARN = config(rope_scaling=YARN_FILE)
+NEW_YARN = config(rope_theta=None, rope_parameters={**YARN_FILE, "rope_theta": 1e6, "mscale": 0.7})
+
+
+@pytest.mark.parametrize("values", [OLD_YARN, NEW_YARN], ids=["old", "new"])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_an_override_of_the_rope_type(values: dict[str, Any], name: str) -> None:
+    """What only the replaced type has goes with it."""
+    assert load_spec(values, overrides={name: {"rope_type": "default"}}).rope == PLAIN
+    linear = load_spec(values, overrides={name: {"type": "linear", "factor": 2.0}}).rope
+    assert linear == replace(PLAIN, rope_type="linear", scaling=(("factor", 2.0),))
+    with pytest.raises(ConfigError, match="unknown \\['factor'\\]"):
+        load_spec(values, overrides={name: {"rope_type": "default", "factor": 2.0}})
+    with pytest.raises(ConfigError, match="rope type 'yarns' is not known"):
+        load_spec(values, overrides={name: {"rope_type": "yarns"}})
+
+
+@pytest.mark.parametrize("values", [OLD_YARN, NEW_YARN, config()], ids=["old", "new", "plain"])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_an_override_by_nothing(values: dict[str, Any], name: str, nothing: Any) -> None:
+    """SGLang 0.5.23 loses the base at null and keeps yarn at {}: neither is taken for no scaling."""
+    with pytest.raises(ConfigError, match=f"^overrides: '{name}' is .*give {{'{name}': {{'rope_type': 'default'}}}}"):
+        load_spec(values, overrides={name: nothing})
+
+
+@pytest.mark.parametrize("values", [OLD_YARN, NEW_YARN], ids=["old", "new"])
+def test_an_override_of_the_base(values: dict[str, Any]) -> None:
+    """It takes the place of the base wherever the file keeps it, and leaves an odd value to be refused."""
+    for overrides in ({"rope_theta": 5e6}, {"rope_scaling": {"rope_theta": 5e6}}):
+        assert load_spec(values, overrides=overrides).rope == replace(load_spec(values).rope, theta=5e6)
+    with pytest.raises(ConfigError, match=r"field 'rope_theta' is .*: it contradicts rope_parameters"):
+        load_spec(values, overrides={"rope_theta": 5e6, "rope_parameters": {"rope_theta": 1e6}})
+    with pytest.raises(ConfigError, match="field 'rope_scaling' is 'yarn': a mapping is required"):
+        load_spec(config(rope_scaling="yarn"), overrides={"rope_theta": 5e6})
+
+
+@pytest.mark.parametrize("overrides", [[], "rope", 7, False])
+def test_overrides_that_are_no_mapping(overrides: Any) -> None:
+    """Nor is an empty list taken for none."""
+    with pytest.raises(ConfigError, match=r"^overrides: a mapping is required, not "):
+        load_spec(config(), overrides=overrides)
+
+
+def test_an_override_by_the_other_name_of_top_k() -> None:
+    """It replaces the value, whichever name the file has."""
+    assert vars(load_spec(config(), overrides={"num_experts_per_token": 4}))["num_experts_per_tok"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 127}, "field 'head_dim' is 127: rope turns pairs of elements"),
+        (
+            {"rope_scaling": {**YARN_FILE, "original_max_position_embeddings": 32768.0}},
+            "its original_max_position_embeddings must be an integer",
+        ),
+        (
+            {"rope_scaling": {**YARN_FILE, "original_max_position_embeddings": 40961}},
+            "its original_max_position_embeddings is more than the 40960 positions",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 65536,
+                }
+            },
+            "its original_max_position_embeddings is more than the 40960 positions",
+        ),
+        ({"rope_scaling": {**YARN_FILE, 7: 1, "x": 1}}, "unknown [7, 'x']"),
+    ],
+)
+def test_a_rope_that_no_model_has(changes: dict[str, Any], message: str) -> None:
+    """Sizes that do not fit the head or the context; transformers warns of most, and computes something."""
+    with pytest.raises(ConfigError) as error:
+        load_spec(config(**changes))
+    assert message in str(error.value)
+
+
+def test_an_override_of_what_is_no_mapping() -> None:
+    """It takes the place of an odd value, as SGLang lets it."""
+    assert load_spec(config(rope_scaling="yarn"), overrides={"rope_scaling": YARN_FILE}).rope.rope_type == "yarn"
 
 
 def test_an_override_that_is_no_mapping() -> None:

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from atom_plugin.configs import load_spec
+from atom_plugin.configs import ConfigError, load_spec
 from tests.configs import fixtures
 from tests.configs.goldens import GOLDENS
 
@@ -54,3 +54,29 @@ def test_model_config(name: str, overrides: dict[str, Any], tmp_path: Path) -> N
         folder_of(name, tmp_path), trust_remote_code=False, model_override_args=json.dumps(overrides)
     )
     assert load_spec(model_config) == load_spec(model_config.hf_config) == GOLDENS[name.removesuffix(".v5")]
+
+
+@pytest.mark.parametrize("form", ["", ".v5"])
+def test_an_override_of_yarn_by_no_scaling(form: str, tmp_path: Path) -> None:
+    """SGLang leaves what yarn has in the object, and ``type``: both are read as the override says."""
+    values = fixtures.read(f"Qwen--Qwen3-30B-A3B{form}")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    values["rope_parameters" if form else "rope_scaling"] = {**(values.get("rope_parameters") or {}), **yarn}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    overrides = {"rope_scaling": {"rope_type": "default"}}
+    config = get_config(str(tmp_path), trust_remote_code=False, model_override_args=overrides)
+    assert config.rope_parameters["factor"] == 4.0
+    golden = GOLDENS["Qwen--Qwen3-30B-A3B"]
+    assert load_spec(config) == load_spec(tmp_path, overrides=overrides) == golden
+
+
+@pytest.mark.parametrize("name", ["Qwen--Qwen3-30B-A3B", "Qwen--Qwen3-30B-A3B.v5"])
+def test_an_override_of_the_base(name: str, tmp_path: Path) -> None:
+    """Inside of rope SGLang takes it; beside it SGLang leaves it without effect, and the object is refused."""
+    folder = folder_of(name, tmp_path)
+    inside, beside = {"rope_scaling": {"rope_theta": 5e6}}, {"rope_theta": 5e6}
+    config = get_config(folder, trust_remote_code=False, model_override_args=inside)
+    assert load_spec(config) == load_spec(folder, overrides=inside) == load_spec(folder, overrides=beside)
+    assert vars(load_spec(config))["rope"].theta == 5e6
+    with pytest.raises(ConfigError, match=r"SGLang takes an override of it as {'rope_scaling': {'rope_theta'"):
+        load_spec(get_config(folder, trust_remote_code=False, model_override_args=beside))

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CHECKPOINTS = {"moe": EXAMPLES / "tiny-qwen3-moe", "dense": EXAMPLES / "tiny-qwen3"}
+CHECKPOINTS = {
+    "moe": EXAMPLES / "tiny-qwen3-moe",
+    "dense": EXAMPLES / "tiny-qwen3",
+    "kimi": EXAMPLES / "tiny-kimi-k2",
+}
 
 
 @functools.cache
@@ -31,9 +35,19 @@ def tokenizer(checkpoint: str) -> Any:
 @functools.cache
 def model(checkpoint: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return the checkpoint in transformers, eager attention."""
+    folder = CHECKPOINTS[checkpoint]
     return AutoModelForCausalLM.from_pretrained(
-        CHECKPOINTS[checkpoint], dtype=dtype, attn_implementation="eager"
+        folder, config=config_of(folder), dtype=dtype, attn_implementation="eager"
     ).eval()
+
+
+def config_of(folder: Path) -> Any:
+    """Return transformers' config; it finds the experts of a Kimi-K2 by the model_type deepseek_v3 alone."""
+    if json.loads((folder / "config.json").read_text())["model_type"] != "kimi_k2":
+        return AutoConfig.from_pretrained(folder)
+    config = DeepseekV3Config.from_pretrained(folder)
+    config.model_type = DeepseekV3Config.model_type
+    return config
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_parallel
 
+    from atom_plugin import host
+
     result = original(runner, *args, **kwargs)
     tp_rank = get_parallel().tp_rank
     backend = runner.attn_backend
@@ -39,10 +41,7 @@ def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         "page_size": runner.page_size,
         "kv_cache_dtype": str(runner.token_to_kv_pool.dtype),
         "platform": type(current_platform).__name__,
-        "kv_scales": [
-            (layer.self_attn.attn.k_scale_float, layer.self_attn.attn.v_scale_float)
-            for layer in runner.model.model.layers
-        ],
+        "kv_scales": [(layer.k_scale_float, layer.v_scale_float) for layer in host.attention_layers(runner.model)],
     }
     Path(os.environ["ATOM_TEST_PROBE"], f"rank{tp_rank}-{os.getpid()}.json").write_text(json.dumps(facts))
     if "ATOM_TEST_RECORD" in os.environ:

@@ -86,10 +86,27 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
         [],
         ["Qwen3MoeForCausalLM with model_type 'qwen3'", "Qwen3MoeForCausalLM (model_type qwen3_moe)"],
     ),
-    "Kimi-K2, which has no model yet": (
+    "Kimi-K2 in FP8 on a CPU, of files in bf16": (
         become("moonshotai--Kimi-K2-Instruct"),
         [],
-        ["reads configs of DeepseekV3ForCausalLM with model_type 'kimi_k2', but has no model for it yet"],
+        [
+            "the checkpoint is block FP8, and SGLang's MoE and linear layers read no scales on a CPU",
+            "tensors stored as BF16: model.layers.0.self_attn.o_proj.weight, model.layers.1.",
+            "accepted: torch.float8_e4m3fn",
+        ],
+    ),
+    "Kimi-K2-Thinking on a CPU": (
+        become("moonshotai--Kimi-K2-Thinking"),
+        ["--load-format", "dummy"],
+        ["the checkpoint is INT4, and SGLang's MoE and linear layers read no scales on a CPU"],
+    ),
+    "Kimi-K2 over ranks that its heads and FP8 blocks do not fit": (
+        become("moonshotai--Kimi-K2-Instruct"),
+        ["--load-format", "dummy", "--tp-size", "6"],
+        [
+            "attention TP 6 does not divide 64 heads",
+            "moe_intermediate_size 2048 is not divisible by 6 ranks into whole FP8 blocks of 128; a larger --ep-size",
+        ],
     ),
     "Kimi-K2 that transformers 5 has saved": (
         become("moonshotai--Kimi-K2-Instruct.v5"),
@@ -98,8 +115,8 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     ),
     "the same with the override": (
         become("moonshotai--Kimi-K2-Instruct.v5"),
-        ["--json-model-override-args", '{"model_type": "kimi_k2"}'],
-        ["reads configs of DeepseekV3ForCausalLM with model_type 'kimi_k2', but has no model for it yet"],
+        ["--json-model-override-args", '{"model_type": "kimi_k2"}', "--load-format", "dummy"],
+        ["the checkpoint is block FP8, and SGLang's MoE and linear layers read no scales on a CPU"],
     ),
     "rope of another kind": (
         with_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, rope_theta=None),

@@ -171,6 +171,28 @@ def test_a_captured_batch_replays_with_other_lengths(q_len: int, heads: int) -> 
         torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
+def test_calls_that_follow_each_other_in_one_graph() -> None:
+    """Eight layers on one allocator's scratch, the lengths overwritten behind each: early reductions mix nothing up."""
+    kv_pages, batch = latent_batch([1] * 6, [2000] * 6, page_size=64, dtype=torch.bfloat16)
+    captured = dataclasses.replace(on_gpu(batch), captured=True)
+    kv_gpu = kv_pages.cuda()
+    layers = [torch.randn(6, 12, RANK + ROPE, dtype=torch.bfloat16, device="cuda") for _ in range(8)]
+    lengths = [torch.randint(1, 2001, (6,), dtype=torch.int32, device="cuda") for _ in layers]
+    mla_attention(layers[0], kv_gpu, captured, **HOW)
+    graph, outs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for q, lens in zip(layers, lengths, strict=True):
+            captured.seq_lens_B.copy_(lens)
+            outs.append(mla_attention(q, kv_gpu, captured, **HOW)[0].clone())
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for q, lens, out in zip(layers, lengths, outs, strict=True):
+        now = dataclasses.replace(batch, seq_lens_B=lens.cpu(), derived={})
+        expected, _ = expected_of(q.cpu(), kv_pages, now, return_lse=False)
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=1.6e-2, atol=1e-2)
+
+
 def test_the_same_inputs_give_the_same_bits() -> None:
     kv_pages, batch = latent_batch([1] * 9, [3000] * 9, page_size=1, dtype=torch.bfloat16)
     q = torch.randn(9, 12, RANK + ROPE, dtype=torch.bfloat16, device="cuda")

@@ -89,8 +89,8 @@ def recorded(module: ModuleType, arch: str) -> Iterator[list[Launch]]:
             setattr(module, name, kernel)
 
 
-def compile_for(launch: Launch, arch: str) -> MachineCode:
-    """Compile a recorded launch for ``arch`` as Triton's launcher would specialise it."""
+def source_of(launch: Launch) -> ASTSource:
+    """Return a recorded launch as Triton's launcher would specialise it."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -104,8 +104,12 @@ def compile_for(launch: Launch, arch: str) -> MachineCode:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if special and isinstance(value, int) and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("hip", arch, 64), options=launch.options)
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_for(launch: Launch, arch: str) -> MachineCode:
+    """Compile a recorded launch for an AMD chip."""
+    compiled = triton.compile(source_of(launch), target=GPUTarget("hip", arch, 64), options=launch.options)
     assembly = compiled.asm["amdgcn"]
 
     def number(field: str) -> int:
@@ -238,7 +242,7 @@ def mla_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
     from atom_plugin.ops.paged_attention import PagedBatch
 
     def call(
-        *, heads: int, q_len: int = 1, page_size: int = 1, kv_dtype: torch.dtype = torch.bfloat16
+        *, heads: int, q_len: int = 1, page_size: int = 1, kv_dtype: torch.dtype = torch.bfloat16, rank: int = 512
     ) -> Callable[[], object]:
         paged = PagedBatch(
             qo_indptr_B1=empty(17, dtype=torch.int32),
@@ -249,9 +253,10 @@ def mla_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
             captured=True,
             one_query_each=q_len == 1,
         )
-        q = empty(16 * q_len, heads, 576, dtype=torch.bfloat16)
-        pool = empty(4096, page_size, 1, 576, dtype=kv_dtype)
-        return lambda: kernel.mla_attention(q, pool, paged, kv_lora_rank=512, scale=0.1, kv_scale=1.0, return_lse=False)
+        q = empty(16 * q_len, heads, rank + 64, dtype=torch.bfloat16)
+        pool = empty(4096, page_size, 1, rank + 64, dtype=kv_dtype)
+        how = {"kv_lora_rank": rank, "scale": 0.1, "kv_scale": 1.0, "return_lse": False}
+        return lambda: kernel.mla_attention(q, pool, paged, **how)
 
     fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
     return {
@@ -261,6 +266,7 @@ def mla_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
         "12 heads, verify 8": call(heads=12, q_len=8),
         "12 heads, verify 8, FP8": call(heads=12, q_len=8, kv_dtype=fp8),
         "128 heads": call(heads=128),
+        "12 heads, rank 32": call(heads=12, rank=32),
     }
 
 

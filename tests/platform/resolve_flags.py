@@ -24,7 +24,7 @@ if __name__ == "__main__":
     results = []
     for flags in json.loads(sys.argv[2]):
         server_args = ServerArgs(model_path=sys.argv[1], load_format="dummy", **flags)
-        if host.since("0.5.21"):
+        if host.since("0.5.19"):
             server_args.resolve_once()
         cfg = host.resolved(server_args)
         results.append([cfg.max_total_tokens, os.environ.get(threads.BIND), cfg.device])

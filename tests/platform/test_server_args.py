@@ -14,7 +14,7 @@ from atom_plugin import host
 from atom_plugin.cpu import srt_platform, threads
 from tests.platform.test_processes import TINY
 
-ATTENTION_DP = {"attn_dp_size": 2} if host.since("0.5.23") else {"dp_size": 2, "enable_dp_attention": True}
+ATTENTION_DP = {"attn_dp_size": 2} if host.since("0.5.22") else {"dp_size": 2, "enable_dp_attention": True}
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -27,11 +27,11 @@ LAUNCHES: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "bounded by the user": ({"max_total_tokens": 99}, 99, None),
     "many TP ranks": ({"tp_size": 32}, srt_platform.DEFAULT_MAX_TOTAL_TOKENS, 32),
     "attention DP": ({"tp_size": 32, **ATTENTION_DP}, srt_platform.DEFAULT_MAX_TOTAL_TOKENS, 32),
-    # 0.5.17 counts the ranks of one replica
+    # up to 0.5.18 the ranks of one replica count
     "replicas": (
         {"tp_size": 16, "dp_size": 2},
         srt_platform.DEFAULT_MAX_TOTAL_TOKENS,
-        32 if host.since("0.5.21") else 16,
+        32 if host.since("0.5.19") else 16,
     ),
 }
 

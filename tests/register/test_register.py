@@ -9,9 +9,12 @@ import json
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from atom_plugin import doctor, host
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-qwen3-moe"
 #: SGLang's own CPU platform: our platform stays out, as on any machine that has an accelerator.
@@ -184,41 +187,98 @@ def test_an_sglang_without_our_gate_and_no_command_line() -> None:
     assert ran.returncode != 0 and "--model-impl atom: atom-plugin failed to load in this process" in ran.stderr
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.17.dev3", "0.0.0.dev1", "0.6.0"])
-def test_any_version_outside_the_range_is_refused(version: str) -> None:
-    """Source builds sort below every release: the gate goes in all the same, and refuses."""
-    ran = run(
-        f"""
-        from atom_plugin import host
-        host.sglang_version = lambda: {version!r}
-        host.since.cache_clear()
-        from sglang.srt.plugins import load_plugins
-        load_plugins()
-        check(attention_backend="torch_native")
-        print("auto checked")
-        check(model_impl="atom", attention_backend="torch_native")
-        """
+INSIDE = ("0.5.17", "0.5.18", "0.5.23", "0.5.23.post1", "0.5.23+rocm700", "0.5.23.post1+g1a2b3c")
+OUTSIDE = ("0.5.16", "0.5.16.post2", "0.5.17.dev3", "0.5.17rc1", "0.5.23rc1", "0.5.23.dev7+g1a2b3c", "0.5.24",
+           "0.5.24.dev5+g1a2b3c", "0.6.0", "0.0.0.dev1")  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [*INSIDE, *OUTSIDE])
+def test_the_supported_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEP 440: post-releases and local builds of a supported release are in, candidates and development builds out."""
+    monkeypatch.setattr(host, "sglang_version", lambda: version)
+    reason = host.why_not_version()
+    if version in INSIDE:
+        assert reason == ""
+    else:
+        assert (
+            reason == f"atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang {version} is installed"
+        )
+
+
+def fake(version: str) -> str:
+    """Return code that loads the plugins under an SGLang that calls itself ``version``."""
+    return f"""
+from atom_plugin import host
+host.sglang_version = lambda: {version!r}
+host.since.cache_clear()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "asked"),
+    [
+        # a source build without tags sorts below every release
+        ("0.0.0.dev1", "model_impl='atom', attention_backend='torch_native'", "--model-impl atom"),
+        ("0.5.24.dev5+g1a2b3c", "attention_backend='atom'", "--attention-backend atom"),
+    ],
+)
+def test_a_version_outside_of_the_range_ends_an_atom_launch(version: str, flags: str, asked: str) -> None:
+    """The gate goes in all the same, lets a launch without atom pass, and says what is asked, there and to be done."""
+    ran = run(f"{fake(version)}\ncheck(attention_backend='torch_native')\nprint('auto checked')\ncheck({flags})")
+    assert "auto checked" in ran.stdout and ran.returncode != 0
+    assert (
+        f"{asked}: atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang {version} is installed. "
+        "Install one of them, or set ATOM_PLUGIN_ALLOW_SGLANG=1 to try this one, untested, or launch without atom."
+    ) in ran.stderr
+
+
+@pytest.mark.parametrize("allowed", ["0", "1"])
+def test_what_is_no_version_ends_an_atom_launch(allowed: str) -> None:
+    """A build that calls itself "unknown" cannot be compared: refused, allowed or not; others launch."""
+    code = (
+        f"{fake('unknown')}\ncheck(attention_backend='torch_native')\nprint('auto checked')\ncheck(model_impl='atom')"
     )
-    assert "auto checked" in ran.stdout and ran.returncode != 0
-    assert f"this is {version}" in ran.stderr
-    assert "atom-plugin failed to load in this process" in ran.stderr
+    ran = run(code, env={"ATOM_PLUGIN_ALLOW_SGLANG": allowed})
+    assert "auto checked" in ran.stdout and ran.returncode != 0, ran.stderr[-3000:]
+    assert (
+        "--model-impl atom: atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang unknown is "
+        "installed. Install one of them: ATOM_PLUGIN_ALLOW_SGLANG=1 does not help where there is no version (PEP 440), "
+        "or launch without atom."
+    ) in ran.stderr
 
 
-def test_an_unsupported_sglang_is_refused_by_its_version() -> None:
-    """Outside the supported range atom is refused and auto is served."""
-    code = """
-    from atom_plugin import host
-    host.SUPPORTED_SGLANG = ">=0.6,<0.7"
-    from sglang.srt.plugins import load_plugins
-    load_plugins()
-    check(attention_backend="torch_native")
-    print("auto checked")
-    check(model_impl="atom")
-    """
-    ran = run(code)
-    assert "auto checked" in ran.stdout and ran.returncode != 0
-    assert "supports SGLang >=0.6,<0.7, this is 0.5." in ran.stderr
-    assert "atom-plugin failed to load in this process" in ran.stderr
+def test_a_version_outside_of_the_range_that_is_allowed() -> None:
+    """ATOM_PLUGIN_ALLOW_SGLANG=1 makes it a warning, and the launch is checked like any other."""
+    after = f"{metadata.version('sglang')}.post1.dev9"  # newer than the SGLang that is here, and taken for it
+    code = f"{fake(after)}\ncheck(model_impl='atom', attention_backend='torch_native')\nprint('atom checked')"
+    ran = run(code, env={"ATOM_PLUGIN_ALLOW_SGLANG": "1"})
+    assert ran.returncode == 0 and "atom checked" in ran.stdout, ran.stderr[-3000:]
+    assert "is installed: it is served because ATOM_PLUGIN_ALLOW_SGLANG=1, untested" in ran.stderr
+
+
+def test_a_malformed_permission_is_none() -> None:
+    """Another value than 0 and 1 is an error that names the variable, and atom stays refused."""
+    ran = run(f"{fake('0.6.0')}\ncheck(model_impl='atom')", env={"ATOM_PLUGIN_ALLOW_SGLANG": "yes"})
+    assert ran.returncode != 0 and "atom-plugin failed to load in this process" in ran.stderr
+    assert "ATOM_PLUGIN_ALLOW_SGLANG='yes' is not valid: 0 or 1 is accepted" in ran.stderr
+
+
+@pytest.mark.parametrize(("allowed", "status"), [("0", "FAIL"), ("1", "ok  "), ("yes", "FAIL")])
+def test_doctor_says_the_same(allowed: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault with its ways out, or a note where it is allowed; a malformed permission is a fault of its own."""
+    host.since.cache_clear()
+    monkeypatch.setattr(doctor.metadata, "version", lambda package: "0.6.0" if package == "sglang" else "1.0")
+    host.sglang_version.cache_clear()
+    monkeypatch.setenv("ATOM_PLUGIN_ALLOW_SGLANG", allowed)
+    told = doctor.report([*doctor._versions(), *doctor._settings()], as_json=False)
+    host.sglang_version.cache_clear(), host.since.cache_clear()
+    reason = "SGLang range: atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang 0.6.0 is installed"
+    assert f"{status}  {reason}" in told
+    assert ("-> Install one of them, or set ATOM_PLUGIN_ALLOW_SGLANG=1" in told) == (status == "FAIL")
+    assert ("is served because ATOM_PLUGIN_ALLOW_SGLANG=1" in told) == (allowed == "1")
+    assert ("FAIL  ATOM_PLUGIN_ALLOW_SGLANG: " in told) == (allowed == "yes")
 
 
 def test_other_plugins_hooks_on_the_same_function_survive() -> None:

@@ -68,8 +68,8 @@ def _why_not_triton(problem: MlaAttentionProblem) -> list[str]:
             "float8_e4m3fn or float8_e4m3fnuz"
         )
     rank, rope = problem.kv_lora_rank, problem.rope_dim
-    if rank < 16 or rank & (rank - 1) or rank > 512:
-        reasons.append(f"kv_lora_rank {rank}: takes powers of two from 16 to 512")
+    if rank < 32 or rank & (rank - 1) or rank > 512:
+        reasons.append(f"kv_lora_rank {rank}: takes powers of two from 32 to 512")
     if rope and (rope < 16 or rope & (rope - 1) or rope > 128):
         reasons.append(f"rope_dim {rope}: takes 0 and powers of two from 16 to 128")
     return reasons

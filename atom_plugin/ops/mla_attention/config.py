@@ -44,8 +44,9 @@ class Config:
 def choose_tiles(arch: str, num_rows: int, q_itemsize: int, kv_itemsize: int) -> Config:
     """Return the unsplit launch for requests of at most ``num_rows`` (query, head) pairs.
 
-    Those of sm90 were the fastest of a sweep on an H200. Each choice compiles
-    without spills for latent rows of 512 + 64 columns; larger ones do not.
+    Those of sm90 were the fastest of a sweep on an H200. Each choice compiles without spills for latent rows of 512 +
+    64 columns, but for an FP8 cache and 64 rows on sm90: under 200 bytes a thread, and still the fastest (12 heads,
+    query length 4, 16 x 8,192 keys: 126 against 138 us).
     """
     if q_itemsize == 4:
         warps = 4 if arch.startswith("gfx") else 8

@@ -20,7 +20,10 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 # where a row has seen no key yet; finite, so that exp2(-inf - lowest) is 0 and exp2(lowest - lowest) is no NaN
 _LOWEST = tl.constexpr(-1e30)
 _REDUCED_AT_ONCE = 64
-#: Chips where the reduction is launched while the splits run and waits for them: programmatic dependent launch.
+#: Chips where the reduction is launched while the splits run and waits for them: programmatic dependent launch. It
+#: rests on three things: the splits themselves are launched as usual, so that what came before them is done when the
+#: reduction reads the bounds; every program of the reduction waits before it returns or reads a partial result; and
+#: the splits write neither ``qo_indptr`` nor ``seq_lens``.
 _LAUNCHES_EARLY = ("sm90",)
 
 
