@@ -13,7 +13,15 @@ from atom_plugin import aiter_lib
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, latent_outlines, why_not_backend
 from atom_plugin.attention.tables import AttendKey, LayerProblems, forced_rows, modes_of
-from atom_plugin.configs import ConfigError, KimiLinearSpec, Qwen3MoeSpec, Qwen3Spec, load_served_spec, load_spec
+from atom_plugin.configs import (
+    ConfigError,
+    KimiLinearSpec,
+    Qwen3MoeSpec,
+    Qwen3Spec,
+    ServedSpec,
+    load_served_spec,
+    load_spec,
+)
 from atom_plugin.configs.latent_moe import LatentMoeSpec
 from atom_plugin.dispatch import Table
 from atom_plugin.layers.rope import why_not_rope
@@ -142,8 +150,9 @@ def report(model: str, plan: Plan, *, why: bool, as_json: bool) -> tuple[str, bo
     served = all(choice.row for choice in choices)
     if as_json:
         return json.dumps({"plan": asdict(plan), "choices": [asdict(choice) for choice in choices]}, indent=1), served
+    whose = "" if isinstance(spec, ServedSpec) else " (SGLang's own model, with --attention-backend atom)"
     lines = [
-        f"{model} on {plan.arch}, AITER {plan.aiter}, attention TP {plan.tp}: {_in_words(spec, plan.tp)}, "
+        f"{model}{whose} on {plan.arch}, AITER {plan.aiter}, attention TP {plan.tp}: {_in_words(spec, plan.tp)}, "
         f"{plan.dtype}, KV cache {plan.kv_cache_dtype}, pages of {plan.page_size}"
     ]
     for choice in choices:

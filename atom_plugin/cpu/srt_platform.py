@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -80,17 +81,24 @@ class AtomCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
             return MHATokenToKVPool
 
-        def get_mla_kv_pool_cls(self) -> type:
-            """Return SGLang's pool for MLA."""
-            from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-            return MLATokenToKVPool
+        def get_mla_kv_pool_cls(self) -> Callable[..., Any]:
+            """Return what makes SGLang's pool for MLA."""
+            return _latent_pool
 
         def get_paged_allocator_cls(self) -> type:
             """Return SGLang's allocator for pages of more than one token."""
             from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
             return PagedTokenToKVPoolAllocator
+
+
+def _latent_pool(size: int, *, index_head_dim: int | None = None, **how: Any) -> Any:
+    """Return SGLang's pool of latent rows; the width of an indexer's keys, None, is no argument of that class."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    if index_head_dim is not None:
+        raise ValueError(f"sparse attention (index_head_dim {index_head_dim}) cannot be served on a CPU")
+    return MLATokenToKVPool(size, **how)
 
 
 def _choices(server_args: Any) -> list[tuple[str, str | None]]:

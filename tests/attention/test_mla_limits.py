@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context
 
@@ -132,6 +133,18 @@ def test_fp8_read_with_another_scale_is_seen_by_these_tests(scale: float) -> Non
         layer.k_scale_float, layer.k_scale = scale, torch.tensor(scale)
     out = world.run(world.backend(), step, save_kv_cache=False)
     assert (out - step.expected).abs().max() > 0.1
+
+
+def test_the_cpu_platforms_pool_for_hosts_that_ask_for_one() -> None:
+    """Up to 0.5.21 SGLang builds it with the width of an indexer's keys, which its own class does not take."""
+    from atom_plugin.cpu.srt_platform import _latent_pool
+
+    how: dict[str, Any] = {"page_size": 1, "dtype": torch.float32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    how |= {"layer_num": 1, "device": "cpu", "enable_memory_saver": False}
+    assert type(_latent_pool(64, index_head_dim=None, **how)) is MLATokenToKVPool
+    assert type(_latent_pool(size=64, **how)) is MLATokenToKVPool  # as HybridLinearKVPool does
+    with pytest.raises(ValueError, match="sparse attention \\(index_head_dim 128\\) cannot be served on a CPU"):
+        _latent_pool(64, index_head_dim=128, **how)
 
 
 def test_modes_are_resolved_at_launch() -> None:

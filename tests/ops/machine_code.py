@@ -140,9 +140,10 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
     def call(
         *, q_len: int, heads: tuple[int, int] = (32, 4), dim: int = 128, page_size: int = 64,
         q_dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype = torch.bfloat16, window: int = NO_WINDOW,
-        logit_cap: float = 0.0, batch: int = 64, max_seq_len: int = 32768,
+        logit_cap: float = 0.0, batch: int = 64, max_seq_len: int = 32768, v_dim: int | None = None,
+        causal: bool = True,
     ) -> Callable[[], object]:  # fmt: skip
-        pool = empty(4096, page_size, heads[1], dim, dtype=kv_dtype)
+        k_pool, v_pool = (empty(4096, page_size, heads[1], size, dtype=kv_dtype) for size in (dim, v_dim or dim))
         paged = PagedBatch(
             qo_indptr_B1=empty(batch + 1, dtype=torch.int32),
             seq_lens_B=empty(batch, dtype=torch.int32),
@@ -153,13 +154,16 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
             max_seq_len=max_seq_len,
             captured=True,
             one_query_each=q_len == 1,
+            causal=causal,
         )
+        q, sinks = empty(batch * q_len, heads[0], dim, dtype=q_dtype), empty(heads[0], dtype=torch.float32)
         return lambda: kernel.paged_attention(
-            empty(batch * q_len, heads[0], dim, dtype=q_dtype), pool, pool, paged, scale=0.1, k_scale=1.0, v_scale=1.0,
-            window=window, logit_cap=logit_cap, return_lse=True, sinks_H=empty(heads[0], dtype=torch.float32),
+            q, k_pool, v_pool, paged, scale=0.1, k_scale=1.0, v_scale=1.0, window=window, logit_cap=logit_cap,
+            return_lse=True, sinks_H=sinks,
         )  # fmt: skip
 
     fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    unabsorbed: dict[str, Any] = {"heads": (8, 8), "dim": 192, "v_dim": 128, "page_size": 1}
     return {
         "decode, pages of 64": call(q_len=1),
         "decode, pages of 1": call(q_len=1, page_size=1),
@@ -175,6 +179,8 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
         "extend, FP8": call(q_len=4096, batch=1, kv_dtype=fp8),
         "extend, head dim 256": call(q_len=4096, batch=1, heads=(16, 2), dim=256),
         "extend, window and cap": call(q_len=4096, batch=1, window=1024, logit_cap=30.0),
+        "extend, MLA un-absorbed": call(q_len=4096, batch=1, **unabsorbed),
+        "chunk of prefixes, MLA un-absorbed": call(q_len=4096, batch=1, causal=False, **unabsorbed),
     }
 
 
@@ -194,6 +200,8 @@ def store_kv_calls(arch: str) -> dict[str, Callable[[], object]]:
         "8,192 tokens": call(tokens=8192),
         "8,192 tokens, FP8": call(tokens=8192, pool_dtype=fp8),
         "64 tokens, FP8, head dim 80": call(tokens=64, dim=80, pool_dtype=fp8),
+        "64 tokens, latent rows": call(tokens=64, dim=576),
+        "8,192 tokens, latent rows, FP8": call(tokens=8192, dim=576, pool_dtype=fp8),
     }
 
 
