@@ -310,10 +310,13 @@ def verify_len() -> int | None:
 
 def add_chunked_prefix_cache_backend(name: str) -> None:
     """Let MLA models un-absorb long prefixes in chunks on the attention backend ``name``."""
-    from sglang.srt import server_args
+    from sglang.srt.server_args import (
+        CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS,
+        add_chunked_prefix_cache_attention_backend,
+    )
 
-    if name not in server_args.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
-        server_args.add_chunked_prefix_cache_attention_backend(name)
+    if name not in CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
+        add_chunked_prefix_cache_attention_backend(name)
 
 
 def register_mla_forward_methods(name: str) -> None:

@@ -169,7 +169,7 @@ class LatentAttention(nn.Module):
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return W_UK [H, N, C] and W_UV [H, V, C], as views of ``kv_b_proj``: a new weight is in force at once."""
         spec = self.spec
-        weight = self.kv_b_proj.weight.view(self.heads, -1, spec.kv_lora_rank)
+        weight = self.kv_b_proj.get_parameter("weight").view(self.heads, -1, spec.kv_lora_rank)
         return weight[:, : spec.qk_nope_head_dim], weight[:, spec.qk_nope_head_dim :]
 
 

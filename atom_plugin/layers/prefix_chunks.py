@@ -7,10 +7,10 @@ which SGLang's merge_state weights the parts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from sglang.srt.layers.attention import merge_state
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 from sglang.srt.runtime_context import get_schedule
@@ -24,7 +24,7 @@ def may_expand_prefixes() -> bool:
 
 
 def attend_with_prefix(
-    attention: RadixAttention,
+    attention: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -34,7 +34,8 @@ def attend_with_prefix(
 ) -> torch.Tensor:
     """Return [T, H, V]: ``query`` over the new ``key`` and ``value``, causally, and over all of its cached prefix.
 
-    query, key: [T, H, N + R]; value: [T, H, V]; ``expand`` computes keys and values of rows of the cache.
+    ``attention``: SGLang's RadixAttention; query, key: [T, H, N + R]; value: [T, H, V]; ``expand`` computes keys and
+    values of rows of the cache.
     """
     has_prefix = any(forward_batch.extend_prefix_lens_cpu)
     if has_prefix and forward_batch.num_prefix_chunks is None:  # the first layer of the batch
@@ -44,7 +45,8 @@ def attend_with_prefix(
     forward_batch.set_attn_attend_prefix_cache(False)
     result = attention(query, key, value, forward_batch, save_kv_cache=False)
     if not has_prefix:
-        return result.view(len(query), attention.tp_q_head_num, attention.v_head_dim)
+        attended: torch.Tensor = result.view(len(query), attention.tp_q_head_num, attention.v_head_dim)
+        return attended
     attended, lse = result
     cache = get_token_to_kv_pool().get_key_buffer(attention.layer_id)
     forward_batch.set_attn_attend_prefix_cache(True)
@@ -55,6 +57,6 @@ def attend_with_prefix(
             query, key, value, forward_batch, save_kv_cache=False, key_value_num_tokens=len(key)
         )
         merged, merged_lse = torch.empty_like(attended), torch.empty_like(lse)
-        merge_state.merge_state(of_chunk, lse_of_chunk, attended, lse, merged, merged_lse)
+        merge_state(of_chunk, lse_of_chunk, attended, lse, merged, merged_lse)
         attended, lse = merged, merged_lse
     return attended

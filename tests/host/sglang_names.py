@@ -47,6 +47,7 @@ OBJECTS_OF = {
 #: Classes that are put together, or answer, at run time: where the fields are declared that are theirs.
 ASSEMBLED = {
     "ServerArgs": ("sglang.srt.arg_groups.fields",),
+    "_ConfigBag": ("sglang.srt.arg_groups.fields", "sglang.srt.server_args"),
     "ParallelContext": ("sglang.srt.arg_groups.fields", "sglang.srt.server_args"),
 }
 #: Functions of ours that run only where SGLang knows a word; where it does not, nothing calls them.

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-from sglang.srt.layers.attention import merge_state
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_req_to_token_pool
@@ -24,6 +23,7 @@ from sglang.test.layer_ut_utils import init_single_process_dist
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from atom_plugin.attention.backend import AtomAttentionBackend
+from atom_plugin.layers import prefix_chunks
 from atom_plugin.models.kimi_k2 import KimiK2ForCausalLM
 
 YARN = {
@@ -290,4 +290,4 @@ def chunk_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ForwardBatch, "prepare_chunked_kv_indices", gather)
     monkeypatch.setattr(ForwardBatch, "get_max_chunk_capacity", lambda batch: CHUNK_TOKENS)
-    monkeypatch.setattr(merge_state, "merge_state", merge)
+    monkeypatch.setattr(prefix_chunks, "merge_state", merge)
