@@ -48,15 +48,20 @@ def served(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[list[list[int]], GraphReport]]:
     """Return tokens and graph report of each of RUNS, from engines started one after another."""
-    env = cpu_graph_env(tmp_path_factory.mktemp("site"))
-    reports = {name: None if name == "eager" else f"{env[REPORT]}.{name}" for name in RUNS}
+    return serve(checkpoint, RUNS, tmp_path_factory.mktemp("site"))
+
+
+def serve(checkpoint: Path, runs: dict[str, str], site: Path) -> dict[str, tuple[list[list[int]], GraphReport]]:
+    """Return tokens and graph report of each of ``runs`` (name -> backend); the run named eager captures nothing."""
+    env = cpu_graph_env(site)
+    reports = {name: None if name == "eager" else f"{env[REPORT]}.{name}" for name in runs}
     with FileLock(str(Path(tempfile.gettempdir()) / "one_server.lock")):
         done = subprocess.run(
             [
                 sys.executable,
                 str(Path(__file__).with_name("greedy_tokens.py")),
                 str(checkpoint),
-                json.dumps([[backend, reports[name]] for name, backend in RUNS.items()]),
+                json.dumps([[backend, reports[name]] for name, backend in runs.items()]),
             ],
             env={**os.environ, **env},
             capture_output=True,
@@ -65,7 +70,7 @@ def served(
         )
     assert done.returncode == 0, done.stderr[-6000:]
     tokens = json.loads(done.stdout.splitlines()[-1])
-    return {name: (tokens[i], read_report({REPORT: reports[name] or ""})) for i, name in enumerate(RUNS)}
+    return {name: (tokens[i], read_report({REPORT: reports[name] or ""})) for i, name in enumerate(runs)}
 
 
 Served = dict[str, tuple[list[list[int]], GraphReport]]
@@ -100,3 +105,14 @@ def test_backend_that_freezes_lengths_is_caught(served: Served) -> None:
     tokens, report = served["frozen"]
     assert report.num_replays >= 20
     assert tokens != served["eager"][0]
+
+
+def test_latent_attention_in_a_graph(tmp_path: Path) -> None:
+    """SGLang's own class on a pool of latent rows: the eager tokens, and no address that moves."""
+    kimi = Path(__file__).parents[2] / "examples" / "tiny-kimi-k2"
+    served = serve(kimi, {"eager": "atom", "graph": "atom"}, tmp_path)
+    tokens, report = served["graph"]
+    assert tokens == served["eager"][0]
+    assert len(report.captured) == 4 and report.num_replays >= 20
+    assert report.moved == []
+    assert all("ops/mla_attention" in what or "ops/paged_attention" in what for what in report.resized)
