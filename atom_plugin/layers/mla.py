@@ -61,23 +61,13 @@ class LatentAttention(nn.Module):
             prefix=f"{prefix}.fused_qkv_a_proj_with_mqa",
         )
         self.q_a_layernorm = RMSNorm(spec.q_lora_rank, eps=LATENT_NORM_EPS)
-        self.q_b_proj = ColumnParallelLinear(
-            spec.q_lora_rank,
-            spec.num_attention_heads * spec.qk_head_dim,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.q_b_proj",
-            **host.attention_tp_group(),
+        self.q_b_proj = _by_head(
+            spec.q_lora_rank, spec.num_attention_heads * spec.qk_head_dim, quant_config, f"{prefix}.q_b_proj"
         )
         self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, eps=LATENT_NORM_EPS)
         # never quantised: the absorbed form multiplies by its parts, and FP8 blocks need not end where a part does
-        self.kv_b_proj = ColumnParallelLinear(
-            spec.kv_lora_rank,
-            spec.num_attention_heads * (spec.qk_nope_head_dim + spec.v_head_dim),
-            bias=False,
-            prefix=f"{prefix}.kv_b_proj",
-            **host.attention_tp_group(),
-        )
+        up_dim = spec.qk_nope_head_dim + spec.v_head_dim
+        self.kv_b_proj = _by_head(spec.kv_lora_rank, spec.num_attention_heads * up_dim, None, f"{prefix}.kv_b_proj")
         self.o_proj = RowParallelLinear(
             spec.num_attention_heads * spec.v_head_dim,
             spec.hidden_size,
@@ -171,6 +161,15 @@ class LatentAttention(nn.Module):
         spec = self.spec
         weight = self.kv_b_proj.get_parameter("weight").view(self.heads, -1, spec.kv_lora_rank)
         return weight[:, : spec.qk_nope_head_dim], weight[:, spec.qk_nope_head_dim :]
+
+
+def _by_head(
+    in_features: int, out_features: int, quant_config: QuantizationConfig | None, prefix: str
+) -> ColumnParallelLinear:
+    """Return a projection whose heads are split over the attention-TP group."""
+    return ColumnParallelLinear(
+        in_features, out_features, bias=False, quant_config=quant_config, prefix=prefix, **host.attention_tp_group()
+    )
 
 
 def is_unabsorbed(spec: KimiK2Spec, forward_batch: ForwardBatch) -> bool:
