@@ -10,12 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 from sglang.srt.runtime_context import get_schedule
 
 from atom_plugin import host
+
+
+def merge_state(*parts: torch.Tensor) -> None:
+    """Call SGLang's merge_state; imported where a prefix needs it, as up to 0.5.21 the import loads GPU libraries."""
+    from sglang.srt.layers.attention.merge_state import merge_state as merge
+
+    merge(*parts)
 
 
 def may_expand_prefixes() -> bool:
