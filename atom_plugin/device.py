@@ -50,6 +50,17 @@ def num_multiprocessors() -> int:
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
+def is_capturing() -> bool:
+    """Return whether what is launched now goes into a graph; a CPU has none."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def side_stream() -> torch.cuda.Stream:
+    """Return the stream for work that a graph runs beside the main one's: one, so that it can grow no others."""
+    return torch.cuda.Stream()
+
+
 def torch_device() -> torch.device:
     """Return the device that this process computes on."""
     return torch.device("cpu") if arch() == "cpu" else torch.device("cuda", torch.cuda.current_device())

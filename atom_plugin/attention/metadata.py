@@ -42,10 +42,41 @@ Metadata = DecodeMetadata | ExtendMetadata | IdleMetadata
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Buffers:
-    """Memory of one batch's metadata; shapes and dtypes as in PagedBatch."""
+class _Step:
+    """One step, read from SGLang's batch. ``seq_lens_B``: keys of each request including this step's new tokens.
 
-    qo_indptr_B1: torch.Tensor
+    ``q_len``: as in ExtendMetadata, and ``extend_seq_lens_B`` where there is none. All tensors may be SGLang's own.
+    """
+
+    is_decode: bool
+    q_len: int | None
+    seq_lens_B: torch.Tensor
+    req_pool_indices_B: torch.Tensor
+    extend_seq_lens_B: torch.Tensor | None
+    num_tokens: int
+    max_q_len: int
+    max_seq_len: int
+
+    @property
+    def requests(self) -> int:
+        """Return how many there are, padded ones included."""
+        return self.seq_lens_B.shape[0]
+
+    def query_bounds(self) -> torch.Tensor:
+        """Return the bounds of the queries in new memory; with a ``q_len`` they are the same in every such step."""
+        device = self.seq_lens_B.device
+        if self.q_len is not None:
+            return torch.arange(0, self.num_tokens + 1, self.q_len, dtype=torch.int32, device=device)
+        assert self.extend_seq_lens_B is not None
+        bounds_B1 = torch.zeros(self.requests + 1, dtype=torch.int32, device=device)
+        torch.cumsum(self.extend_seq_lens_B, 0, dtype=torch.int32, out=bounds_B1[1:])
+        return bounds_B1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """Memory of what changes from step to step; shapes and dtypes as in PagedBatch."""
+
     seq_lens_B: torch.Tensor
     pages_BP: torch.Tensor
 
@@ -53,42 +84,25 @@ class _Buffers:
     def zeros(cls, *, max_requests: int, max_pages: int, device: torch.device) -> _Buffers:
         """Allocate for ``max_requests`` requests of ``max_pages`` pages; unused entries name page 0."""
         return cls(
-            qo_indptr_B1=torch.zeros(max_requests + 1, dtype=torch.int32, device=device),
             seq_lens_B=torch.zeros(max_requests, dtype=torch.int32, device=device),
             pages_BP=torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device),
         )
 
     def first(self, requests: int) -> _Buffers:
         """Return the same memory, cut to ``requests`` requests."""
-        return _Buffers(
-            qo_indptr_B1=self.qo_indptr_B1[: requests + 1],
-            seq_lens_B=self.seq_lens_B[:requests],
-            pages_BP=self.pages_BP[:requests],
-        )
+        return _Buffers(seq_lens_B=self.seq_lens_B[:requests], pages_BP=self.pages_BP[:requests])
 
-    def take(self, other: _Buffers) -> None:
-        """Copy ``other`` in, in place; pages past its widest request keep what they hold."""
-        self.qo_indptr_B1.copy_(other.qo_indptr_B1)
-        self.seq_lens_B.copy_(other.seq_lens_B)
-        self.pages_BP[:, : other.pages_BP.shape[1]].copy_(other.pages_BP)
+    def fill(self, step: _Step, req_to_token: torch.Tensor, page_size: int) -> None:
+        """Copy the step in, in place: SGLang may reuse its own memory from then on.
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One step, read from SGLang's batch. ``seq_lens_B``: keys of each request including this step's new tokens.
-
-    ``seq_lens_B`` and ``req_pool_indices_B`` may be SGLang's own memory, ``qo_indptr_B1`` (int32) is new. ``q_len``:
-    as in ExtendMetadata.
-    """
-
-    is_decode: bool
-    q_len: int | None
-    seq_lens_B: torch.Tensor
-    req_pool_indices_B: torch.Tensor
-    qo_indptr_B1: torch.Tensor
-    num_tokens: int
-    max_q_len: int
-    max_seq_len: int
+        Pages past its longest request keep what they hold.
+        """
+        self.seq_lens_B.copy_(step.seq_lens_B)
+        slots = req_to_token[:, : step.max_seq_len : page_size]
+        pages_BP = self.pages_BP[:, : slots.shape[1]]
+        torch.index_select(slots, 0, step.req_pool_indices_B, out=pages_BP)
+        if page_size > 1:
+            pages_BP.div_(page_size, rounding_mode="floor")
 
 
 class MetadataBuilder:
@@ -120,20 +134,27 @@ class MetadataBuilder:
         if _is_idle(forward_batch):
             return IdleMetadata()
         step = _step_of(forward_batch)
-        return self._metadata(self._compute(step), step, captured=False)
+        buffers = _Buffers(
+            seq_lens_B=torch.empty_like(step.seq_lens_B, dtype=torch.int32),
+            pages_BP=self._req_to_token.new_empty(step.requests, -(-step.max_seq_len // self._page_size)),
+        )
+        buffers.fill(step, self._req_to_token, self._page_size)
+        return self._metadata(step, buffers, step.query_bounds(), captured=False)
 
     def capture(self, forward_batch: Any) -> Metadata:
         """Return the metadata of a batch about to be captured, in the builder's buffers."""
         step = _step_of(forward_batch)
-        if self._buffers is None or step.seq_lens_B.shape[0] > self._buffers.seq_lens_B.shape[0]:
+        if self._buffers is None or step.requests > self._buffers.seq_lens_B.shape[0]:
             allocated = 0 if self._buffers is None else self._buffers.seq_lens_B.shape[0]
             raise ValueError(
-                f"a graph of {step.seq_lens_B.shape[0]} requests is captured, "
-                f"init_cuda_graph_state allocated for {allocated}"
+                f"a graph of {step.requests} requests is captured, init_cuda_graph_state allocated for {allocated}"
             )
-        buffers = self._buffers.first(step.seq_lens_B.shape[0])
-        buffers.take(self._compute(step))
-        metadata = self._metadata(buffers, step, captured=True)
+        before = self._captured.get(_graph_of(step))
+        if before is not None:  # what another capture reads stays where it is
+            return self.replay(forward_batch)
+        buffers = self._buffers.first(step.requests)
+        buffers.fill(step, self._req_to_token, self._page_size)
+        metadata = self._metadata(step, buffers, step.query_bounds(), captured=True)
         self._captured[_graph_of(step)] = metadata
         return metadata
 
@@ -143,27 +164,19 @@ class MetadataBuilder:
         metadata = self._captured.get(_graph_of(step))
         if metadata is None:
             raise ValueError(
-                f"a graph of {step.seq_lens_B.shape[0]} requests with {step.num_tokens} tokens is replayed "
-                f"that was never captured"
+                f"a graph of {step.requests} requests with {step.num_tokens} tokens is replayed that was never captured"
             )
         assert self._buffers is not None
-        self._buffers.first(step.seq_lens_B.shape[0]).take(self._compute(step))
+        self._buffers.first(step.requests).fill(step, self._req_to_token, self._page_size)
+        if step.q_len is None:
+            metadata.batch.qo_indptr_B1.copy_(step.query_bounds())
         return metadata
 
-    def _compute(self, step: _Step) -> _Buffers:
-        """Return the step's metadata in new memory, sharing none with SGLang: it may reuse its own from now on."""
-        pages_BP = self._req_to_token[:, : step.max_seq_len : self._page_size].index_select(0, step.req_pool_indices_B)
-        if self._page_size > 1:
-            pages_BP = pages_BP.div_(self._page_size, rounding_mode="floor")
-        return _Buffers(
-            qo_indptr_B1=step.qo_indptr_B1,
-            seq_lens_B=step.seq_lens_B.to(torch.int32, copy=True),
-            pages_BP=pages_BP,
-        )
-
-    def _metadata(self, buffers: _Buffers, step: _Step, *, captured: bool) -> DecodeMetadata | ExtendMetadata:
+    def _metadata(
+        self, step: _Step, buffers: _Buffers, qo_indptr_B1: torch.Tensor, *, captured: bool
+    ) -> DecodeMetadata | ExtendMetadata:
         batch = PagedBatch(
-            qo_indptr_B1=buffers.qo_indptr_B1,
+            qo_indptr_B1=qo_indptr_B1,
             seq_lens_B=buffers.seq_lens_B,
             page_table=PageTable(pages_BP=buffers.pages_BP, page_size=self._page_size),
             max_q_len=step.max_q_len,
@@ -177,7 +190,7 @@ class MetadataBuilder:
 
 
 def _graph_of(step: _Step) -> tuple[bool, int, int]:
-    return step.is_decode, step.seq_lens_B.shape[0], step.num_tokens
+    return step.is_decode, step.requests, step.num_tokens
 
 
 def _is_idle(forward_batch: Any) -> bool:
@@ -203,7 +216,7 @@ def _step_of(forward_batch: Any) -> _Step:
         q_len=q_len,
         seq_lens_B=seq_lens_B,
         req_pool_indices_B=forward_batch.req_pool_indices,
-        qo_indptr_B1=torch.arange(0, requests * q_len + 1, q_len, dtype=torch.int32, device=seq_lens_B.device),
+        extend_seq_lens_B=None,
         num_tokens=requests * q_len,
         max_q_len=q_len,
         max_seq_len=max_seq_len,
@@ -213,14 +226,12 @@ def _step_of(forward_batch: Any) -> _Step:
 def _ragged_step(forward_batch: Any, max_seq_len: int) -> _Step:
     if forward_batch.extend_seq_lens is None or forward_batch.extend_seq_lens_cpu is None:
         raise ValueError(f"a batch in {forward_batch.forward_mode.name} mode has no extend_seq_lens")
-    qo_indptr_B1 = forward_batch.seq_lens.new_zeros(forward_batch.seq_lens.shape[0] + 1, dtype=torch.int32)
-    torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=qo_indptr_B1[1:])
     return _Step(
         is_decode=False,
         q_len=None,
         seq_lens_B=forward_batch.seq_lens,
         req_pool_indices_B=forward_batch.req_pool_indices,
-        qo_indptr_B1=qo_indptr_B1,
+        extend_seq_lens_B=forward_batch.extend_seq_lens,
         num_tokens=sum(forward_batch.extend_seq_lens_cpu),
         max_q_len=max(forward_batch.extend_seq_lens_cpu),
         max_seq_len=max_seq_len,

@@ -125,6 +125,7 @@ def _over_rows(
         captured=False,
         one_query_each=False,
         causal=causal,
+        consecutive=True,
     )
 
 

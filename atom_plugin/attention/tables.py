@@ -1,4 +1,4 @@
-"""The ops that the backend runs, what each kind of layer asks of them, and the rows that are forced by name."""
+"""The ops of the backend and of our layers, what each kind of layer asks of them, and the rows forced by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atom_plugin import settings
 from atom_plugin.attention.kv_layout import KVScales
 from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
 from atom_plugin.dispatch import Kernel, Table
-from atom_plugin.ops import mla_attention, paged_attention, qk_norm_rope_store_kv, store_kv
+from atom_plugin.ops import latent_norm_rope, mla_attention, paged_attention, qk_norm_rope_store_kv, store_kv
 
 PHASES: tuple[Literal["decode", "extend"], ...] = ("decode", "extend")
 #: Queries of a request where a mode sets no bound.
@@ -21,7 +21,13 @@ ANY_Q_LEN = 1 << 20
 
 TABLES: dict[str, Table[Any]] = {
     table.op: table
-    for table in (paged_attention.TABLE, mla_attention.TABLE, store_kv.TABLE, qk_norm_rope_store_kv.TABLE)
+    for table in (
+        paged_attention.TABLE,
+        mla_attention.TABLE,
+        store_kv.TABLE,
+        qk_norm_rope_store_kv.TABLE,
+        latent_norm_rope.TABLE,
+    )
 }
 
 

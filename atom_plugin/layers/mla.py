@@ -23,10 +23,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from torch import nn
 
-from atom_plugin import host
+from atom_plugin import device, host
+from atom_plugin.attention.tables import choose, forced_rows
 from atom_plugin.configs import KimiK2Spec
 from atom_plugin.layers.parallel import heads_per_rank, reduce_attention
 from atom_plugin.layers.prefix_chunks import attend_with_prefix, may_expand_prefixes
+from atom_plugin.ops import latent_norm_rope
 
 #: Of the norms inside MLA: the published model code leaves them at this, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -77,6 +79,14 @@ class LatentAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             **host.attention_tp_group(),
         )
+        problem = latent_norm_rope.LatentNormRopeProblem(
+            arch=device.arch(),
+            dtype=torch.get_default_dtype(),
+            num_heads=self.heads,
+            kv_lora_rank=spec.kv_lora_rank,
+            rope_dim=spec.qk_rope_head_dim,
+        )
+        self.norm_rope = choose(latent_norm_rope.TABLE, problem, forced_rows()).load()
         self.attn_mqa = RadixAttention(
             self.heads,
             latent_dim,
@@ -100,36 +110,47 @@ class LatentAttention(nn.Module):
         """Return [tokens, hidden_size], summed over the attention-TP group."""
         if hidden_TD.shape[0] == 0:
             return hidden_TD
-        query, latents = self.project(positions_T, hidden_TD)
+        query, kv = self.project(hidden_TD)
         if is_unabsorbed(self.spec, forward_batch):
-            attended = self.attend_unabsorbed(query, latents, forward_batch)
+            attended = self.attend_unabsorbed(positions_T, query, kv, forward_batch)
         else:
-            attended = self.attend_absorbed(query, latents, forward_batch)
+            attended = self.attend_absorbed(positions_T, query, kv, forward_batch)
         partial_TD, _ = self.o_proj(attended)
         return reduce_attention(partial_TD)
 
-    def project(self, positions_T: torch.Tensor, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q [T, H, N + R] and the rows of the cache [T, 1, C + R], both normed and their R parts rotated."""
+    def project(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q [T, H, N + R] and what rows of the cache are made of [T, C + R], un-normed and un-rotated."""
         spec = self.spec
         both, _ = self.fused_qkv_a_proj_with_mqa(hidden_TD)
-        q_latent, kv_latent, k_rope = both.split([spec.q_lora_rank, spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        q_latent, kv = both.split([spec.q_lora_rank, spec.kv_lora_rank + spec.qk_rope_head_dim], dim=-1)
         query, _ = self.q_b_proj(self.q_a_layernorm(q_latent))
-        query = query.view(-1, self.heads, spec.qk_head_dim)
-        q_rope, k_rope = self.rotary_emb(positions_T, query[..., spec.qk_nope_head_dim :], k_rope.unsqueeze(1))
-        query[..., spec.qk_nope_head_dim :] = q_rope
-        latents = hidden_TD.new_empty(len(hidden_TD), 1, spec.kv_lora_rank + spec.qk_rope_head_dim)
-        latents[..., : spec.kv_lora_rank] = self.kv_a_layernorm(kv_latent).unsqueeze(1)
-        latents[..., spec.kv_lora_rank :] = k_rope
-        return query, latents
+        return query.view(-1, self.heads, spec.qk_head_dim), kv
 
-    def attend_absorbed(self, query: torch.Tensor, latents: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Return [T, H * V]; the backend stores ``latents`` and attends to all that are cached."""
+    def cache_rows(
+        self, positions_T: torch.Tensor, query: torch.Tensor, kv: torch.Tensor, rotated: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the rows of the cache [T, 1, C + R], and write the rotated part of ``query`` to ``rotated``."""
+        rows: torch.Tensor = self.norm_rope(
+            query[..., self.spec.qk_nope_head_dim :],
+            kv,
+            rotated,
+            positions_T=positions_T,
+            cos_sin_cache=self.rotary_emb.cos_sin_cache,
+            kv_weight_C=self.kv_a_layernorm.weight,
+            eps=LATENT_NORM_EPS,
+        )
+        return rows
+
+    def attend_absorbed(
+        self, positions_T: torch.Tensor, query: torch.Tensor, kv: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return [T, H * V]; the backend stores the new rows of the cache and attends to all that are in it."""
         spec, tokens = self.spec, len(query)
         up_k, up_v = self.up_projections()
         absorbed = query.new_empty(tokens, self.heads, spec.kv_lora_rank + spec.qk_rope_head_dim)
         by_head = absorbed[..., : spec.kv_lora_rank].transpose(0, 1)
         torch.bmm(query[..., : spec.qk_nope_head_dim].transpose(0, 1), up_k, out=by_head)
-        absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
+        latents = self.cache_rows(positions_T, query, kv, absorbed[..., spec.kv_lora_rank :])
         mixed = self.attn_mqa(absorbed.flatten(1), latents, latents[..., : spec.kv_lora_rank], forward_batch)
         attended = query.new_empty(tokens, self.heads, spec.v_head_dim)
         mixed_by_head = mixed.view(tokens, self.heads, spec.kv_lora_rank).transpose(0, 1)
@@ -137,9 +158,10 @@ class LatentAttention(nn.Module):
         return attended.flatten(1)
 
     def attend_unabsorbed(
-        self, query: torch.Tensor, latents: torch.Tensor, forward_batch: ForwardBatch
+        self, positions_T: torch.Tensor, query: torch.Tensor, kv: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Return [T, H * V] after storing ``latents``; keys of cached prefixes are computed chunk by chunk."""
+        """Return [T, H * V] after storing the new rows; keys of cached prefixes are computed chunk by chunk."""
+        latents = self.cache_rows(positions_T, query, kv, query[..., self.spec.qk_nope_head_dim :])
         get_token_to_kv_pool().set_kv_buffer(
             self.attn_mqa, forward_batch.out_cache_loc, latents, latents[..., : self.spec.kv_lora_rank]
         )

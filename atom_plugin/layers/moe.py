@@ -115,6 +115,7 @@ class SigmoidRoutedExperts(nn.Module):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             quant_config=quant_config,
+            inplace=False,  # the shared experts read the same rows, at the same time in a graph
             routing_method_type=RoutingMethodType.DeepSeekV3,
             prefix=f"{prefix}.experts",
         )
@@ -129,10 +130,22 @@ class SigmoidRoutedExperts(nn.Module):
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return [tokens, hidden_size], summed over the TP group; no rows are an empty routing, not an empty kernel."""
-        shared_TD = self.shared_experts(hidden_TD)
+        if device.is_capturing():
+            main, side = torch.cuda.current_stream(), device.side_stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                shared_TD = self.shared_experts(hidden_TD)
+            routed_TD = self.route(hidden_TD)
+            main.wait_stream(side)
+        else:
+            shared_TD, routed_TD = self.shared_experts(hidden_TD), self.route(hidden_TD)
+        return reduce_feed_forward(torch.add(shared_TD, routed_TD, alpha=self.routed_scaling_factor))
+
+    def route(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [tokens, hidden_size], without the scaling factor."""
         if hidden_TD.shape[0]:
             routing = self.topk(hidden_TD, self.gate(hidden_TD))
         else:
             routing = self.topk.empty_topk_output(hidden_TD.device)
-        routed_TD = self.experts(hidden_TD, routing)
-        return reduce_feed_forward(torch.add(shared_TD, routed_TD, alpha=self.routed_scaling_factor))
+        routed_TD: torch.Tensor = self.experts(hidden_TD, routing)
+        return routed_TD

@@ -58,8 +58,12 @@ class FreezesLengths(AtomAttentionBackend):
     """Planted: what its capture saw is what every replay sees."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if in_capture:
-            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        buffers = self._builder._buffers
+        assert buffers is not None
+        before = buffers.seq_lens_B.clone()
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        if not in_capture:
+            buffers.seq_lens_B.copy_(before)
 
 
 class PlansOncePerCapture(AtomAttentionBackend):

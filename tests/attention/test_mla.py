@@ -13,6 +13,7 @@ from atom_plugin.attention.backend import AtomAttentionBackend
 from tests.attention.graph_contract import check_graph_contract
 from tests.attention.mla_world import RANK, ROPE, V_DIM, MlaWorld, latent_shape
 from tests.attention.test_backend import idle_batch, pad_decode, set_real_tokens
+from tests.attention.test_graph_contract import FreezesLengths
 from tests.attention.test_hybrid_linear import DummyLinear
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -233,14 +234,6 @@ def test_capture_and_replay(mode: ForwardMode, tokens: int, page_size: int) -> N
         tokens_per_request=tokens,
         world=MlaWorld(latent_shape(page_size=page_size, max_context=256)),
     )
-
-
-class FreezesLengths(AtomAttentionBackend):
-    """Planted: what its capture saw is what every replay sees."""
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if in_capture:
-            super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
 
 def test_a_planted_fault_fails_the_graph_check() -> None:

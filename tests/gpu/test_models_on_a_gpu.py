@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,24 @@ BLOCK = 128
 PROBE = Path(__file__).parents[1] / "e2e"
 
 
-def run_engine(folder: Path, ids: list[list[int]], flags: dict[str, Any], env: dict[str, str] | None = None) -> Any:
-    """Run one engine in a process of its own and return (its result or None, what it printed)."""
+def run_engine(
+    folder: Path,
+    ids: list[list[int]],
+    flags: dict[str, Any],
+    env: dict[str, str] | None = None,
+    *,
+    tails: Sequence[dict[str, Any]] = (),
+) -> Any:
+    """Run one engine in a process of its own and return (its result or None, what it printed).
+
+    ``tails``: {"cached": length of a prefix that is sent alone first, "ids": the prefix and what follows}.
+    """
     engine = {"mem_fraction_static": 0.5, "log_level": "info", "cuda_graph_backend_prefill": "disabled", **flags}
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_logprobs.py"))],
-        input=json.dumps({"engine": {"model_path": str(folder), **engine}, "ids": ids, "new_tokens": 24}),
+        input=json.dumps(
+            {"engine": {"model_path": str(folder), **engine}, "ids": ids, "new_tokens": 24, "tails": list(tails)}
+        ),
         env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
         capture_output=True,
         text=True,

@@ -97,11 +97,12 @@ def test_every_option(how: dict[str, Any], q_lens: list[int]) -> None:
 
 @pytest.mark.parametrize("heads", [(8, 8), (12, 12)])
 @pytest.mark.parametrize("dims", [(192, 128), (48, 32)])
-def test_keys_that_are_handed_over(heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    """MLA's un-absorbed form: pages of 1, a value narrower than its key, all keys of a chunk visible, and an lse."""
+@pytest.mark.parametrize("how", [{"causal": False}, {"causal": False, "consecutive": True}, {"consecutive": True}])
+def test_keys_that_are_handed_over(heads: tuple[int, int], dims: tuple[int, int], how: dict[str, Any]) -> None:
+    """MLA's un-absorbed form: a value narrower than its key, the keys of a request in a row, and an lse."""
     q_lens, seq_lens = [5, 200, 1, 70], [300, 1, 1000, 64]
     k, v, batch = make_batch(
-        q_lens, seq_lens, kv_heads=heads[1], dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16, causal=False
+        q_lens, seq_lens, kv_heads=heads[1], dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16, **how
     )
     q = torch.randn(sum(q_lens), heads[0], dims[0], dtype=torch.bfloat16)
     assert_right(q, k, v, batch, return_lse=True)

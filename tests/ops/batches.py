@@ -22,14 +22,17 @@ def make_batch(
     captured: bool = False,
     orphans: int = 0,
     causal: bool = True,
+    consecutive: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
     """Return (k_pages, v_pages, batch) with shuffled pages; what holds no key is NaN, unused table entries are huge.
 
-    ``orphans``: rows of q past the last request's.
+    ``orphans``: rows of q past the last request's. ``consecutive``: pages are not shuffled.
     """
     num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
     pages = torch.full((len(seq_lens), max(num_pages) + 1), HUGE_PAGE, dtype=torch.int32)
     order = (torch.randperm(sum(num_pages)) + 1).tolist()
+    if consecutive:
+        order.sort(reverse=True)
     k = torch.full((sum(num_pages) + 1, page_size, kv_heads, dim), float("nan"))
     v = torch.full((sum(num_pages) + 1, page_size, kv_heads, v_dim), float("nan"))
     for request, seq_len in enumerate(seq_lens):
@@ -50,5 +53,6 @@ def make_batch(
         captured=captured,
         one_query_each=orphans == 0 and all(q_len == 1 for q_len in q_lens),
         causal=causal,
+        consecutive=consecutive,
     )
     return k.to(dtype), v.to(dtype), batch

@@ -141,7 +141,7 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
         *, q_len: int, heads: tuple[int, int] = (32, 4), dim: int = 128, page_size: int = 64,
         q_dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype = torch.bfloat16, window: int = NO_WINDOW,
         logit_cap: float = 0.0, batch: int = 64, max_seq_len: int = 32768, v_dim: int | None = None,
-        causal: bool = True,
+        causal: bool = True, consecutive: bool = False,
     ) -> Callable[[], object]:  # fmt: skip
         k_pool, v_pool = (empty(4096, page_size, heads[1], size, dtype=kv_dtype) for size in (dim, v_dim or dim))
         paged = PagedBatch(
@@ -155,6 +155,7 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
             captured=True,
             one_query_each=q_len == 1,
             causal=causal,
+            consecutive=consecutive,
         )
         q, sinks = empty(batch * q_len, heads[0], dim, dtype=q_dtype), empty(heads[0], dtype=torch.float32)
         return lambda: kernel.paged_attention(
@@ -163,7 +164,7 @@ def paged_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
         )  # fmt: skip
 
     fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-    unabsorbed: dict[str, Any] = {"heads": (8, 8), "dim": 192, "v_dim": 128, "page_size": 1}
+    unabsorbed: dict[str, Any] = {"heads": (8, 8), "dim": 192, "v_dim": 128, "page_size": 1, "consecutive": True}
     return {
         "decode, pages of 64": call(q_len=1),
         "decode, pages of 1": call(q_len=1, page_size=1),
@@ -278,6 +279,24 @@ def mla_attention_calls(arch: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def latent_norm_rope_calls() -> dict[str, Callable[[], object]]:
+    """Return name -> a call of the launcher: latent rows of 512 + 64."""
+    from atom_plugin.ops.latent_norm_rope import kernel
+
+    def call(*, tokens: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+        q, kv = empty(tokens, heads, 64, dtype=dtype), empty(tokens, 576, dtype=dtype)
+        return lambda: kernel.latent_norm_rope(
+            q, kv, q, positions_T=empty(tokens, dtype=torch.int64), eps=1e-6,
+            cos_sin_cache=empty(4096, 64, dtype=torch.float32), kv_weight_C=empty(512, dtype=dtype),
+        )  # fmt: skip
+
+    return {
+        "8 heads": call(tokens=64, heads=8),
+        "12 heads": call(tokens=64, heads=12),
+        "128 heads, fp32": call(tokens=64, heads=128, dtype=torch.float32),
+    }
+
+
 def ragged_calls() -> dict[str, Callable[[], object]]:
     """Return name -> a call of a launcher."""
     from atom_plugin.ops.indices import PageTable
@@ -294,6 +313,7 @@ def ragged_calls() -> dict[str, Callable[[], object]]:
 
 def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
     """Return (kernel module, name) -> a call of one of its launchers, for every kernel of ours."""
+    from atom_plugin.ops.latent_norm_rope import kernel as latent_norm_rope
     from atom_plugin.ops.mla_attention import kernel as mla_attention
     from atom_plugin.ops.paged_attention import kernel as paged_attention
     from atom_plugin.ops.qk_norm_rope_store_kv import kernel as qk_norm_rope_store_kv
@@ -305,6 +325,7 @@ def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
         mla_attention: mla_attention_calls(arch),
         store_kv: store_kv_calls(arch),
         qk_norm_rope_store_kv: qk_norm_rope_store_kv_calls(arch),
+        latent_norm_rope: latent_norm_rope_calls(),
         ragged: ragged_calls(),
     }
     return {(module, name): call for module, named in calls.items() for name, call in named.items()}

@@ -88,6 +88,23 @@ def test_groups_and_head_dims(heads: tuple[int, int], dims: tuple[int, int]) -> 
     assert_defined(torch.randn(4, heads[0], dims[0]), k, v, batch)
 
 
+@pytest.mark.usefixtures("_splits")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", [(16, 16), (48, 32), (192, 128)])
+def test_keys_that_lie_one_after_the_other(dims: tuple[int, int], causal: bool) -> None:
+    """Of the page table the first column alone is read: the other places name pages that do not exist."""
+    q_lens, seq_lens = [5, 1, 70, 3], [90, 1, 70, 20]
+    k, v, batch = make_batch(q_lens, seq_lens, dim=dims[0], v_dim=dims[1], causal=causal, orphans=1, consecutive=True)
+    q = torch.randn(sum(q_lens) + 1, 4, dims[0]) * (16 / dims[0]) ** 0.5
+    assert_defined(q, k, v, batch, return_lse=True)
+    how = {"scale": 0.3, "forced": "triton"}
+    whole, _ = paged_attention(q, k, v, batch, **how)
+    first_alone = batch.page_table.pages_BP.clone()
+    first_alone[:, 1:] = 0
+    alone = dataclasses.replace(batch, page_table=PageTable(pages_BP=first_alone, page_size=1))
+    assert torch.equal(paged_attention(q, k, v, alone, **how)[0], whole)
+
+
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz])
 def test_half_precision_and_float8(kv_dtype: torch.dtype) -> None:

@@ -27,7 +27,8 @@ class PagedBatch:
     in tokens; for a captured batch they bound every later replay. ``captured``: the tensors are refilled in place
     between runs, so nothing derived from their values may outlive one call. ``one_query_each``: query b is the one of
     request b, for every request, as in decode. ``causal``: False where the new tokens are not among the keys, each of
-    which every query of the request sees.
+    which every query of the request sees. ``consecutive``: the keys of each request lie in one run of slots, as the
+    page table says too; a row may read its first slot alone.
     """
 
     qo_indptr_B1: torch.Tensor
@@ -38,6 +39,7 @@ class PagedBatch:
     captured: bool
     one_query_each: bool
     causal: bool = True
+    consecutive: bool = False
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: object, derive: Callable[[], Any]) -> Any:

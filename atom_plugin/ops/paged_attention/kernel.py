@@ -14,7 +14,7 @@ import triton.language as tl
 from atom_plugin import device
 from atom_plugin.ops.indices import slot_stride
 from atom_plugin.ops.paged_attention import NO_WINDOW, PagedBatch
-from atom_plugin.ops.paged_attention.launch_shape import dot_dtype, shape_for, splits_for
+from atom_plugin.ops.paged_attention.launch_shape import column_blocks, dot_dtype, shape_for, splits_for
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -38,8 +38,13 @@ def _request_of(block, qo_indptr, num_requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _slots(n, page_row, key_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the pool slots of the BLOCK_N keys from ``n`` on; those past ``key_end`` are in page 0."""
+    """Return the pool slots of the BLOCK_N keys from ``n`` on; those past ``key_end`` are in page 0.
+
+    Without a PAGE_SIZE they are counted from the request's first key.
+    """
     offsets = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        return (n + offsets).to(tl.int64)
     if PAGE_SIZE >= BLOCK_N:
         page = tl.load(page_row + n // PAGE_SIZE)
         return page.to(tl.int64) * PAGE_SIZE + (n % PAGE_SIZE + offsets)
@@ -72,16 +77,17 @@ def _unpaired(pairs):
 
 @triton.jit
 def _over_keys(
-    acc, acc_odd, top, total, q, q_odd, q_scale, position, page_row, k, v, k_stride, v_stride, begin, end, key_end,
+    acc, acc_odd, top, total, q, q_more, q_scale, position, page_row, k, v, k_stride, v_stride, begin, end, key_end,
     window, cap,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, DOT: tl.constexpr,
-    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_MORE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Take keys ``begin`` to ``end`` into the running softmax (acc [M, V], top [M] in log2, total [M]).
 
-    MASKED: some query of the block may not see some of these keys, or they are past the request's last one. PAIRS: dims
-    count pairs of columns, ``acc`` and ``q`` hold the even ones, ``acc_odd`` and ``q_odd`` the odd ones.
+    MASKED: some query of the block may not see some of these keys, or they are past the request's last one. BLOCK_MORE:
+    ``q_more`` holds the columns from BLOCK_D on, so many and padding. PAIRS: dims count pairs of columns, ``acc`` and
+    ``q`` hold the even ones, ``acc_odd`` and ``q_more`` the odd ones.
     """
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for n in tl.range(begin, end, BLOCK_N):
@@ -92,15 +98,25 @@ def _over_keys(
         there = positions < key_end
         if MASKED:
             k_DN = tl.load(k_at, mask=there[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
-        elif HEAD_DIM != BLOCK_D:
+        elif HEAD_DIM < BLOCK_D:
             k_DN = tl.load(k_at, mask=d[:, None] < HEAD_DIM, other=0.0)
         else:
             k_DN = tl.load(k_at)
         if PAIRS:
             k_even, k_odd = _unpaired(k_DN)
-            scores = tl.dot(q_odd, k_odd, tl.dot(q, k_even))
+            scores = tl.dot(q_more, k_odd, tl.dot(q, k_even))
         else:
             scores = tl.dot(q, k_DN.to(DOT), input_precision="ieee")
+        if BLOCK_MORE > 0:
+            more = BLOCK_D + tl.arange(0, BLOCK_MORE)
+            more_at = k + slots[None, :] * k_stride + more[:, None]
+            if MASKED:
+                more_DN = tl.load(more_at, mask=there[None, :] & (more[:, None] < HEAD_DIM), other=0.0)
+            elif HEAD_DIM < BLOCK_D + BLOCK_MORE:
+                more_DN = tl.load(more_at, mask=more[:, None] < HEAD_DIM, other=0.0)
+            else:
+                more_DN = tl.load(more_at)
+            scores = tl.dot(q_more, more_DN.to(DOT), scores, input_precision="ieee")
         if HAS_CAP:  # cap * tanh, in log2
             scores = cap * _LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (q_scale * (2.0 * _LOG2E))[:, None]) + 1.0))
         if MASKED:
@@ -166,16 +182,18 @@ def _attend(
     q, k, v, out, lse, qo_indptr, seq_lens, pages, sinks, num_requests, num_tokens, q_stride_t, q_stride_h, k_stride,
     k_stride_h, v_stride, v_stride_h, pages_stride, scale, cap, v_scale, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    IS_SPLIT: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    BLOCK_MORE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_A_REQUEST: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NARROW: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one KV head over one range of its keys.
 
     ``out``, ``lse``: the op's, but with IS_SPLIT [ranges, tokens, heads, V_DIM] and [ranges, tokens, heads] in float32,
-    lse in log2. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is brought into fp16. PAIRS: ``k`` and
-    ``v`` are int16, each of two float8 columns; dims count them, and so do their strides. Numbers that change from step
+    lse in log2. BLOCK_MORE: columns of q and k past BLOCK_D, and padding. PAGE_SIZE 0: a request's keys lie in one run
+    of slots, whose first stands in ``pages``. BLOCK_A_REQUEST: every request has one block. NARROW: q in bf16 is
+    brought into fp16. PAIRS: ``k`` and ``v`` are int16, each of two float8 columns; dims count them, and so do their
+    strides. Numbers that change from step
     to step are not constants: each would compile anew.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -220,14 +238,19 @@ def _attend(
     q_row = q + (q_begin + query).to(tl.int64)[:, None] * q_stride_t + heads[:, None] * q_stride_h
     q_there = real[:, None] & (d[None, :] < HEAD_DIM)
     q_MD = tl.load(q_row + (2 * d[None, :] if PAIRS else d[None, :]), mask=q_there, other=0.0)
-    q_odd = tl.load(q_row + 2 * d[None, :] + 1, mask=q_there, other=0.0) if PAIRS else q_MD
+    q_more = q_MD
+    if PAIRS:
+        q_more = tl.load(q_row + 2 * d[None, :] + 1, mask=q_there, other=0.0)
+    elif BLOCK_MORE > 0:
+        more = BLOCK_D + tl.arange(0, BLOCK_MORE)
+        q_more = tl.load(q_row + more[None, :], mask=real[:, None] & (more[None, :] < HEAD_DIM), other=0.0)
     q_scale = tl.full([BLOCK_M], scale, tl.float32)
     if NARROW:  # by its largest value, as fp16 ends at 65504
-        largest = tl.maximum(tl.max(tl.abs(q_MD.to(tl.float32)), 1), tl.max(tl.abs(q_odd.to(tl.float32)), 1))
+        largest = tl.maximum(tl.max(tl.abs(q_MD.to(tl.float32)), 1), tl.max(tl.abs(q_more.to(tl.float32)), 1))
         largest = tl.maximum(largest, 1e-30)
-        q_MD, q_odd = q_MD.to(tl.float32) / largest[:, None], q_odd.to(tl.float32) / largest[:, None]
+        q_MD, q_more = q_MD.to(tl.float32) / largest[:, None], q_more.to(tl.float32) / largest[:, None]
         q_scale = q_scale * largest
-    q_MD, q_odd = q_MD.to(DOT), q_odd.to(DOT)
+    q_MD, q_more = q_MD.to(DOT), q_more.to(DOT)
     if not HAS_CAP:
         q_scale = q_scale * _LOG2E
 
@@ -235,19 +258,23 @@ def _attend(
     top, total = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     page_row = pages + request.to(tl.int64) * pages_stride
     k_head, v_head = k + kv_head * k_stride_h, v + kv_head * v_stride_h
+    if PAGE_SIZE == 0:
+        first_slot = tl.load(page_row).to(tl.int64)
+        k_head += first_slot * k_stride
+        v_head += first_slot * v_stride
     seen_by_all = begin
     if BLOCK_M >= 64 and not HAS_WINDOW:  # many queries compute more than they wait: masks only where needed
         seen_by_all = tl.maximum(tl.minimum(end, start + first + 1), begin)
         seen_by_all = begin + (seen_by_all - begin) // BLOCK_N * BLOCK_N
         acc, acc_odd, top, total = _over_keys(
-            acc, acc_odd, top, total, q_MD, q_odd, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
-            begin, seen_by_all, key_end, window, cap, HAS_CAP, HAS_WINDOW, False, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V,
-            BLOCK_N, PAGE_SIZE, DOT, PAIRS,
+            acc, acc_odd, top, total, q_MD, q_more, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
+            begin, seen_by_all, key_end, window, cap, HAS_CAP, HAS_WINDOW, False, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_MORE,
+            BLOCK_V, BLOCK_N, PAGE_SIZE, DOT, PAIRS,
         )  # fmt: skip
     acc, acc_odd, top, total = _over_keys(
-        acc, acc_odd, top, total, q_MD, q_odd, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
-        seen_by_all, end, key_end, window, cap, HAS_CAP, HAS_WINDOW, True, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_V,
-        BLOCK_N, PAGE_SIZE, DOT, PAIRS,
+        acc, acc_odd, top, total, q_MD, q_more, q_scale, position, page_row, k_head, v_head, k_stride, v_stride,
+        seen_by_all, end, key_end, window, cap, HAS_CAP, HAS_WINDOW, True, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_MORE,
+        BLOCK_V, BLOCK_N, PAGE_SIZE, DOT, PAIRS,
     )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
@@ -325,8 +352,8 @@ def paged_attention(
     group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
     dot = dot_dtype(q_THD.dtype, k_pages.dtype)
     shape = shape_for(
-        device.arch(), rows=batch.max_q_len * group, head_dim=max(head_dim, v_dim), itemsize=dot.itemsize,
-        float8=k_pages.dtype.itemsize == 1,
+        device.arch(), rows=batch.max_q_len * group, all_rows=num_tokens * num_heads,
+        head_dim=max(head_dim, v_dim), itemsize=dot.itemsize, float8=k_pages.dtype.itemsize == 1,
     )  # fmt: skip
     tokens_a_block = shape.block_m // group
     a_block_a_request = batch.max_q_len <= tokens_a_block
@@ -338,19 +365,20 @@ def paged_attention(
         parts = part_lses.new_empty(*part_lses.shape, v_dim)
     pairs = k_pages.dtype == torch.float8_e4m3fn and dot == torch.float16 and device.arch().startswith("sm")
     k_pages, v_pages = (pages.view(torch.int16) if pairs else pages for pages in (k_pages, v_pages))
+    block_d, block_more = column_blocks(k_pages.shape[3], in_one=pairs)
     _attend[(kv_heads * blocks, splits)](
         q_THD, k_pages, v_pages, parts, parts if part_lses is None else part_lses, batch.qo_indptr_B1,
         batch.seq_lens_B, batch.page_table.pages_BP, q_THD if sinks_H is None else sinks_H, requests, num_tokens,
         q_THD.stride(0), q_THD.stride(1), slot_stride(k_pages), k_pages.stride(2), slot_stride(v_pages),
         v_pages.stride(2), batch.page_table.pages_BP.stride(0),
         scale * k_scale / logit_cap if logit_cap > 0 else scale * k_scale, logit_cap, v_scale, window,
-        GROUP=group, HEADS=num_heads, HEAD_DIM=k_pages.shape[3], V_DIM=v_pages.shape[3],
-        BLOCK_D=max(16, triton.next_power_of_2(k_pages.shape[3])),
-        BLOCK_V=max(16, triton.next_power_of_2(v_pages.shape[3])), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
-        PAGE_SIZE=batch.page_table.page_size, IS_SPLIT=splits > 1, BLOCK_A_REQUEST=a_block_a_request,
-        HAS_CAP=logit_cap > 0, HAS_WINDOW=window != NO_WINDOW, HAS_SINKS=sinks_H is not None,
-        HAS_LSE=return_lse or splits > 1, NARROW=dot == torch.float16 and q_THD.dtype != dot, DOT=_TRITON[dot],
-        PAIRS=pairs, CAUSAL=batch.causal, num_warps=shape.warps, num_stages=shape.stages,
+        GROUP=group, HEADS=num_heads, HEAD_DIM=k_pages.shape[3], V_DIM=v_pages.shape[3], BLOCK_D=block_d,
+        BLOCK_MORE=block_more, BLOCK_V=max(16, triton.next_power_of_2(v_pages.shape[3])), BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n, PAGE_SIZE=0 if batch.consecutive else batch.page_table.page_size, IS_SPLIT=splits > 1,
+        BLOCK_A_REQUEST=a_block_a_request, HAS_CAP=logit_cap > 0, HAS_WINDOW=window != NO_WINDOW,
+        HAS_SINKS=sinks_H is not None, HAS_LSE=return_lse or splits > 1,
+        NARROW=dot == torch.float16 and q_THD.dtype != dot, DOT=_TRITON[dot], PAIRS=pairs, CAUSAL=batch.causal,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _reduce[(num_tokens, num_heads)](

@@ -24,12 +24,17 @@ class Shape:
     beside: int
 
 
-def shape_for(arch: str, *, rows: int, head_dim: int, itemsize: int, float8: bool) -> Shape:
+def shape_for(arch: str, *, rows: int, all_rows: int, head_dim: int, itemsize: int, float8: bool) -> Shape:
     """Return the launch shape for at most ``rows`` query rows a request; swept on an H200, chosen by LDS on AMD.
 
-    ``itemsize``: bytes of a number in the products. ``float8``: the keys are, and their conversion needs more programs.
+    ``all_rows``: of all requests and KV heads. ``itemsize``: bytes of a number in the products. ``float8``: the keys
+    are, and their conversion needs more programs.
     """
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
+    if arch == "sm90" and 128 < head_dim <= 192 and itemsize == 2 and block_m >= 64:  # MLA, un-absorbed
+        if block_m == 128 and all_rows >= 128 * device.num_multiprocessors():
+            return Shape(block_m=128, block_n=64, warps=8, stages=3, beside=1)
+        return Shape(block_m=64, block_n=64, warps=4, stages=3, beside=1)
     wide = head_dim > 128 or itemsize > 2
     if wide:
         block_n = 16 if head_dim > 128 and itemsize > 2 else 32
@@ -39,6 +44,18 @@ def shape_for(arch: str, *, rows: int, head_dim: int, itemsize: int, float8: boo
     if block_m >= 64:
         return Shape(block_m=block_m, block_n=64, warps=4, stages=5 if block_m == 64 else 3, beside=1)
     return Shape(block_m=block_m, block_n=64, warps=4, stages=5, beside=4 if float8 else 2)
+
+
+def column_blocks(head_dim: int, *, in_one: bool) -> tuple[int, int]:
+    """Return the powers of two that the columns of a key are read in, the second 0 where one is enough.
+
+    192 columns are 128 and 64: a block of 256 would multiply by a quarter of padding.
+
+    ``in_one``: one block all the same.
+    """
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    more = max(16, 1 << (head_dim - whole // 2 - 1).bit_length())
+    return (whole, 0) if in_one or whole == head_dim or whole // 2 + more >= whole else (whole // 2, more)
 
 
 def splits_for(*, programs: int, beside: int, max_seq_len: int) -> int:
