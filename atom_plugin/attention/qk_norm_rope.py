@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-
-from atom_plugin import host
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,20 +45,3 @@ def declared_by(layer: Any) -> QKNormRope | None:
     if constants is not None and not isinstance(constants, QKNormRope):
         raise TypeError(f"attention layer {layer.layer_id}: qk_norm_rope is a {type(constants).__name__}")
     return constants
-
-
-def takes_qk_norm_rope(backend: Any, forward_mode: Any) -> bool:
-    """Return whether ``backend`` takes un-normed, un-rotated q and k with ``cos_sin_cache`` and ``is_neox``.
-
-    ``backend``: the active SGLang AttentionBackend, wrapped or not; ``forward_mode``: the batch's. SGLang's wrappers
-    are looked through, as their children are what runs.
-    """
-    backend = host.attention_backend_for(backend, forward_mode)
-    return isinstance(backend, _our_backend()) and backend.fuses_qk_norm_rope
-
-
-@functools.cache  # asked by every layer of every step
-def _our_backend() -> Any:
-    from atom_plugin.attention.backend import AtomAttentionBackend  # which imports this module
-
-    return AtomAttentionBackend

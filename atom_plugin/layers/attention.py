@@ -12,7 +12,8 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import nn
 
 from atom_plugin import host
-from atom_plugin.attention.qk_norm_rope import QKNormRope, takes_qk_norm_rope
+from atom_plugin.attention.active import takes_qk_norm_rope
+from atom_plugin.attention.qk_norm_rope import QKNormRope
 from atom_plugin.layers.parallel import heads_per_rank, reduce_attention
 
 

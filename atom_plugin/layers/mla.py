@@ -20,10 +20,11 @@ from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, Row
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 from torch import nn
 
 from atom_plugin import device, host
+from atom_plugin.attention.active import takes_rotated_apart
 from atom_plugin.attention.tables import choose, forced_rows
 from atom_plugin.configs import KimiK2Spec
 from atom_plugin.layers.parallel import heads_per_rank, reduce_attention
@@ -151,7 +152,12 @@ class LatentAttention(nn.Module):
         by_head = absorbed[..., : spec.kv_lora_rank].transpose(0, 1)
         torch.bmm(query[..., : spec.qk_nope_head_dim].transpose(0, 1), up_k, out=by_head)
         latents = self.cache_rows(positions_T, query, kv, absorbed[..., spec.kv_lora_rank :])
-        mixed = self.attn_mqa(absorbed.flatten(1), latents, latents[..., : spec.kv_lora_rank], forward_batch)
+        latent, rotated = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        if takes_rotated_apart(get_attn_backend(), forward_batch.forward_mode):
+            q_latent, q_rotated = absorbed.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+            mixed = self.attn_mqa(q_latent, latent, latent, forward_batch, q_rope=q_rotated, k_rope=rotated)
+        else:
+            mixed = self.attn_mqa(absorbed.flatten(1), latents, latent, forward_batch)
         attended = query.new_empty(tokens, self.heads, spec.v_head_dim)
         mixed_by_head = mixed.view(tokens, self.heads, spec.kv_lora_rank).transpose(0, 1)
         torch.bmm(mixed_by_head, up_v.transpose(1, 2), out=attended.transpose(0, 1))

@@ -15,7 +15,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context
 
 from atom_plugin.attention import tables
-from atom_plugin.attention.qk_norm_rope import QKNormRope, takes_qk_norm_rope
+from atom_plugin.attention.active import takes_qk_norm_rope
+from atom_plugin.attention.qk_norm_rope import QKNormRope
 from tests.attention.graph_contract import StaticBatch
 from tests.attention.test_backend import set_real_tokens
 from tests.attention.world import Shape, Step, World

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from atom_plugin.attention.qk_norm_rope import takes_qk_norm_rope
+from atom_plugin.attention.active import takes_qk_norm_rope
 from tests.attention.test_fused_route import FusedWorld
 from tests.attention.world import Shape
 

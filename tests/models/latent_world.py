@@ -149,6 +149,8 @@ class DenseBackend:
         out, lse = self.attend(q, layer, batch, parts, lengths, causal=True)
         return (out, lse) if batch.mha_return_lse else out.flatten(1)
 
+    forward_decode = forward_extend = forward
+
     def cached(self, layer: Any, batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return keys and values of every request, from the pool."""
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -176,14 +178,40 @@ class DenseBackend:
         return (out.flatten(1) if layer.tp_k_head_num == 1 else out), torch.cat(lses).float()
 
 
+class ApartBackend(DenseBackend):
+    """As SGLang's FA3: absorbed q and k come without their rotated columns, which come beside them."""
+
+    def forward(  # type: ignore[override]
+        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, q_rope: Any = None,
+        k_rope: Any = None,
+    ) -> Any:  # fmt: skip
+        """Put them together, and return what the other returns."""
+        if layer.tp_k_head_num == 1:
+            rank = layer.v_head_dim
+            q = torch.cat([q.view(-1, layer.tp_q_head_num, rank), q_rope.view(len(q), layer.tp_q_head_num, -1)], dim=-1)
+            k = torch.cat([k.view(-1, 1, rank), k_rope.view(len(k), 1, -1)], dim=-1)
+        else:
+            assert q_rope is None and k_rope is None
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+    forward_decode = forward_extend = forward
+
+
 class World:
     """A pool, requests of up to MAX_CONTEXT tokens in shuffled slots, and batches of them through our model.
 
     ``expands_prefixes``: what SGLang has settled between the backend and the flags. ``on_atom``: on our backend, with
-    pages of so many tokens, instead of the dense one.
+    pages of so many tokens, instead of ``dense``.
     """
 
-    def __init__(self, model: KimiK2ForCausalLM, *, expands_prefixes: bool = False, on_atom: int | None = None) -> None:
+    def __init__(
+        self,
+        model: KimiK2ForCausalLM,
+        *,
+        expands_prefixes: bool = False,
+        on_atom: int | None = None,
+        dense: type[DenseBackend] = DenseBackend,
+    ) -> None:
         self.model = model
         self.expands_prefixes = expands_prefixes
         spec = model.spec
@@ -207,7 +235,7 @@ class World:
         pages = torch.randperm(size // page, generator=torch.Generator().manual_seed(3)) + 1  # page 0 is a dump
         shuffled = pages[:, None] * page + torch.arange(page)
         self.table.req_to_token[:MAX_REQUESTS] = shuffled.view(MAX_REQUESTS, MAX_CONTEXT).int()
-        self.backend: Any = self.make_atom(page) if on_atom else DenseBackend(self.pool, self.table)
+        self.backend: Any = self.make_atom(page) if on_atom else dense(self.pool, self.table)
         self.lengths = [0] * MAX_REQUESTS
 
     def make_atom(self, page_size: int) -> AtomAttentionBackend:

@@ -17,7 +17,7 @@ from atom_plugin.layers import mla
 from atom_plugin.layers.mla import crossover, is_unabsorbed
 from atom_plugin.models.kimi_k2 import KimiK2ForCausalLM
 from tests.models import latent_world
-from tests.models.latent_world import CHUNK_TOKENS, YARN, World
+from tests.models.latent_world import CHUNK_TOKENS, YARN, ApartBackend, World
 
 #: fp32 against fp32, largest absolute difference of a logprob.
 LARGEST = 1e-4
@@ -263,3 +263,15 @@ def test_which_form(
         assert is_unabsorbed(spec, batch) == (unabsorbed if expands or not any(cached) else False)
         for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
             assert not is_unabsorbed(spec, SimpleNamespace(**{**vars(batch), "forward_mode": mode}))
+
+
+def test_on_a_backend_that_wants_rotated_columns_apart(
+    published: tuple[DeepseekV3ForCausalLM, KimiK2ForCausalLM],
+) -> None:
+    """As SGLang's FA3 and FlashInfer: a prompt, a part after it, and decode."""
+    oracle, ours = published
+    ids = tokens(41, 12)
+    world = World(ours, dense=ApartBackend)
+    parts = [world.extend({1: ids[:20]}), world.extend({1: ids[20:40]}), world.decode({1: ids[40]})]
+    assert world.backend.calls.count("absorbed") == 2 * ours.spec.num_hidden_layers
+    assert largest(torch.cat([part[0] for part in parts]), wanted(oracle, ids)) <= LARGEST

@@ -44,17 +44,17 @@ def _latent_norm_rope(
         row_ptr = rows_ptr + token * (RANK + 2 * HALF)
         tl.store(row_ptr + c, normed.to(rows_ptr.dtype.element_ty), mask=c < RANK)
         one = tl.arange(0, 1)
-        turned = _turned(kv_ptr + token * kv_stride + RANK, cos, sin, one, one == 0, 0, HALF, 1, PAIRS)
-        tl.store(row_ptr + RANK + column, turned, mask=column < 2 * HALF)
+        turned_k = _turned(kv_ptr + token * kv_stride + RANK, cos, sin, one, one == 0, 0, HALF, 1, PAIRS)
+        tl.store(row_ptr + RANK + column, turned_k, mask=column < 2 * HALF)
     else:
         heads = (part - 1) * HEADS + tl.arange(0, HEADS)
         real = heads < NUM_HEADS
-        turned = _turned(
+        turned_q = _turned(
             q_ptr + token * q_token_stride, cos, sin, heads, real, q_head_stride, HALF, HEADS, PAIRS
         )  # fmt: skip
         tl.debug_barrier()  # out may be q: where threads hold one number twice, all have to read before one writes
         at = out_ptr + token * out_token_stride + heads[:, None] * out_head_stride + column
-        tl.store(at, turned, mask=real[:, None] & (column < 2 * HALF))
+        tl.store(at, turned_q, mask=real[:, None] & (column < 2 * HALF))
 
 
 def latent_norm_rope(
