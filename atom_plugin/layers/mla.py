@@ -221,7 +221,8 @@ def is_unabsorbed(spec: KimiK2Spec, forward_batch: ForwardBatch) -> bool:
 def crossover(spec: KimiK2Spec) -> float:
     """Return how many queries must read each cached key, on average, for expanding it to be worth its cost.
 
-    171 in a Kimi-K2 (C 512, N 128, R 64, V 128). Multiplications only: what they cost in time depends on the kernels.
+    171 in a Kimi-K2 (C 512, N 128, R 64, V 128). Multiplications only; in time, on an H200 with 8,192 and 32,768 cached
+    keys, it is 250 with 8 heads and 190 with 12 (``benchmarks/gpu/mla_prefill.py``), and 10% are lost between.
     """
     nope, value = spec.qk_nope_head_dim, spec.v_head_dim
     saved_by_a_pair = 2 * spec.kv_lora_rank - nope - value

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3ForCausalLM
 
-from tests.gpu.test_models_on_a_gpu import quantize
+from tests.gpu.test_models_on_a_gpu import BLOCK, quantize
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
 PUBLISHED = {"bf16": "Kimi-K2-Instruct", "fp8": "Kimi-K2-Instruct", "int4": "Kimi-K2-Thinking"}
@@ -41,6 +42,54 @@ def packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     words = (numbers.view(rows, columns // 8, 8).long() << shifts).sum(dim=-1)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
     return {"weight_packed": words, "weight_scale": scale.bfloat16(), "weight_shape": torch.tensor(weight.shape)}
+
+
+def unpacked(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return in fp32 what the three tensors of ``packed`` stand for."""
+    rows, columns = parts["weight_shape"].tolist()
+    numbers = (parts["weight_packed"].unsqueeze(-1) >> (4 * torch.arange(8, dtype=torch.int32))) & 15
+    groups = (numbers.view(rows, columns // GROUP, GROUP) - 8).float() * parts["weight_scale"].float().unsqueeze(-1)
+    return groups.view(rows, columns)
+
+
+def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights in fp32: what its quantised numbers and scales stand for."""
+    wide: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        base, _, part = name.rpartition(".")
+        if part == "weight_packed":
+            parts = {one: tensors[f"{base}.{one}"] for one in ("weight_packed", "weight_scale", "weight_shape")}
+            wide[f"{base}.weight"] = unpacked(parts)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            scale = tensors[f"{base}.weight_scale_inv"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            wide[name] = tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]
+        elif part in ("weight", "e_score_correction_bias"):
+            wide[name] = tensor.float()
+    return wide
+
+
+def oracle_of(folder: Path) -> DeepseekV3ForCausalLM:
+    """Return transformers' model in fp32 with the weights that a checkpoint of ``make_kimi`` stands for."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    wide = folder.with_name(f"{folder.name}-fp32")
+    wide.mkdir()
+    (wide / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3", "torch_dtype": "float32"}))
+    save_file(widened(load_file(folder / "model.safetensors")), wide / "model.safetensors", metadata={"format": "pt"})
+    model, report = DeepseekV3ForCausalLM.from_pretrained(
+        wide, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    return model.eval()
+
+
+@torch.no_grad()
+def scores_of(oracle: DeepseekV3ForCausalLM, ids: list[int], first: int) -> list[float]:
+    """Return the logprobs of the tokens from place ``first`` on, each after all before it."""
+    given = torch.tensor([ids], device=oracle.device)
+    logprobs = oracle(given).logits[0, :-1].log_softmax(-1)
+    scores: list[float] = logprobs.gather(1, given[0, 1:, None])[first - 1 :, 0].tolist()
+    return scores
 
 
 def make_kimi(folder: Path, weights: Weights) -> None:

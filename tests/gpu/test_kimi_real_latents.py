@@ -1,7 +1,9 @@
 """Kimi-K2 with latent rows of 512 + 64 on a GPU: {SGLang's model, ours} x {SGLang's backend, ours} on one checkpoint.
 
 Each engine scores whole sequences, continues them under decode graphs, and scores tails after cached prefixes: short
-ones in the absorbed form, long ones with the prefix expanded, in chunks of 1,024 tokens.
+ones in the absorbed form, long ones with the prefix expanded, in chunks of 1,024 tokens. All are judged by
+transformers' model in fp32: bf16 errors of a random model with peaky attention are large, and ours may not be larger
+than SGLang's own.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.kimi_checkpoint import VOCAB, Weights, make_kimi
+from tests.gpu.kimi_checkpoint import VOCAB, Weights, make_kimi, oracle_of, scores_of
 from tests.gpu.test_models_on_a_gpu import figures, run_engine
 
 pytestmark = pytest.mark.gpu
 
 #: (cached prefix, new tokens): the last three are past the cross-over.
 TAILS = [(1, 1), (1, 7), (63, 2), (64, 5), (65, 6), (4000, 3), (4000, 7), (64, 300), (1000, 400), (3000, 1500)]
-Run = Callable[..., dict[str, Any]]
+Errors = Callable[..., dict[str, list[float]]]
 ENVIRONMENT = {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "0", "SGLANG_MAX_KV_CHUNK_CAPACITY": "1024"}
 
 
@@ -41,20 +43,41 @@ def tails() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return what runs an engine on a checkpoint, each once."""
-    done: dict[str, dict[str, Any]] = {}
+def errors(tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    """Return what runs an engine on a checkpoint, each once, and says how far each part is from transformers."""
+    done: dict[str, dict[str, list[float]]] = {}
+    oracles: dict[str, Any] = {}
     root = tmp_path_factory.mktemp("kimi")
 
-    def once(weights: Weights, model_impl: str, backend: str, **flags: Any) -> dict[str, Any]:
-        if not (root / weights).exists():
+    def once(weights: Weights, model_impl: str, backend: str, **flags: Any) -> dict[str, list[float]]:
+        if weights not in oracles:
             make_kimi(root / weights, weights)
+            oracles[weights] = oracle_of(root / weights).cuda()
         key = f"{weights} {model_impl} {backend} {flags}"
         if key not in done:
-            done[key] = run_one(root / weights, model_impl, backend, **flags)
+            done[key] = errors_of(run_one(root / weights, model_impl, backend, **flags), oracles[weights])
+            for part, found in done[key].items():
+                print(f"\n{key}, {part}, against transformers' fp32: {figures(found)}", end="")
         return done[key]
 
     return once
+
+
+def errors_of(result: dict[str, Any], oracle: Any) -> dict[str, list[float]]:
+    """Return part -> absolute differences of logprobs."""
+    whole, after = sequences(), tails()
+    parts = {
+        "scored": (result["scored"], [scores_of(oracle, ids, 1) for ids in whole]),
+        "decoded": (
+            result["decoded"],
+            [scores_of(oracle, ids + new, len(ids)) for ids, new in zip(whole, result["tokens"], strict=True)],
+        ),
+        "tails": (result["tails"], [scores_of(oracle, one["ids"], one["cached"] + 1) for one in after]),
+    }
+    return {
+        name: [abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+        for name, (ours, theirs) in parts.items()
+    }
 
 
 def run_one(folder: Path, model_impl: str, backend: str, **flags: Any) -> dict[str, Any]:
@@ -71,38 +94,27 @@ def run_one(folder: Path, model_impl: str, backend: str, **flags: Any) -> dict[s
     return dict(result)
 
 
-def compare(name: str, ours: dict[str, Any], theirs: dict[str, Any], mean: float) -> None:
-    """Print how far two runs are apart, and assert that the means of their scores are within ``mean``."""
-    for part in ("scored", "decoded", "tails"):
-        pairs = list(zip(ours[part], theirs[part], strict=True))
-        if part == "decoded":  # as long as the tokens are the same
-            pairs = [
-                (x[: same(a, b)], y[: same(a, b)])
-                for (x, y), a, b in zip(pairs, ours["tokens"], theirs["tokens"], strict=True)
-            ]
-        found = [abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True)]
-        print(f"\n{name}, {part}: {figures(found)}", end="")
-        assert sum(found) / len(found) < mean, f"{name}, {part}: {figures(found)}"
-
-
-def same(ours: list[int], theirs: list[int]) -> int:
-    """Return how many tokens from the first on are equal, and the first that is not."""
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+def assert_no_worse(ours: dict[str, list[float]], theirs: dict[str, list[float]], factor: float) -> None:
+    """Assert that the mean error of each part is at most ``factor`` times that of the other run."""
+    for part, found in ours.items():
+        mean, other = sum(found) / len(found), sum(theirs[part]) / len(theirs[part])
+        assert mean <= factor * other, f"{part}: mean error {mean:.2e}, SGLang's own {other:.2e}"
 
 
 @pytest.mark.parametrize(("model_impl", "backend"), [("atom", "atom"), ("sglang", "atom"), ("atom", "fa3")])
-def test_four_corners(model_impl: str, backend: str, run: Run) -> None:
+def test_four_corners(model_impl: str, backend: str, errors: Errors) -> None:
     """Each of the others beside SGLang's model on FA3."""
-    compare(f"{model_impl} x {backend}", run("bf16", model_impl, backend), run("bf16", "sglang", "fa3"), 0.05)
+    assert_no_worse(errors("bf16", model_impl, backend), errors("bf16", "sglang", "fa3"), 1.2)
 
 
-@pytest.mark.parametrize(
-    ("weights", "flags"), [("fp8", {}), ("int4", {}), ("bf16", {"kv_cache_dtype": "fp8_e4m3", "page_size": 64})]
-)
-def test_quantised(weights: Weights, flags: dict[str, Any], run: Run) -> None:
-    """Weights through SGLang's quantised layers and our table, and a latent cache in FP8: as SGLang's model on FA3.
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_quantised_weights(weights: Weights, errors: Errors) -> None:
+    """Through SGLang's quantised layers and our table of weights."""
+    assert_no_worse(errors(weights, "atom", "atom"), errors(weights, "sglang", "fa3"), 1.2)
 
-    The FP8 cache is compared with a bf16 one: SGLang's FA3 rounds queries to FP8 too where the cache is.
-    """
-    theirs, ours = run(weights, "sglang", "fa3"), run(weights, "atom", "atom", **flags)
-    compare(f"{weights} {flags}", ours, theirs, 0.15 if flags else 0.05)
+
+def test_a_latent_cache_in_fp8(errors: Errors) -> None:
+    """Beside a bf16 cache: what rounding latents to three bits of mantissa costs, and no more."""
+    assert_no_worse(
+        errors("bf16", "atom", "atom", kv_cache_dtype="fp8_e4m3", page_size=64), errors("bf16", "sglang", "fa3"), 4.0
+    )
