@@ -82,14 +82,21 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Explain:
-    """The plan that ``atom-plugin explain --check`` takes; names and units as those of its flags."""
+    """The plan that ``atom-plugin explain --check`` takes; names and units as those of its flags.
+
+    ``memory``: GiB of one device, None where nobody asks what fits.
+    """
 
     arch: str = field(metadata={"accepted": ARCHS})
     tp: int = field(default=1, metadata={"least": 1})
+    ep: int = field(default=1, metadata={"least": 1})
+    dp: int = field(default=1, metadata={"least": 1})
     dtype: str = field(default="bfloat16", metadata={"accepted": DTYPES})
     kv_cache_dtype: str = "auto"
     page_size: int = field(default=1, metadata={"least": 1})
     aiter: str = field(default="main", metadata={"accepted": AITERS})
+    memory: float | None = field(default=None, metadata={"least": 1})
+    mem_fraction_static: float = field(default=0.85, metadata={"least": 0})
 
 
 def default_variants() -> dict[str, Variant]:

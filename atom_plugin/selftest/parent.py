@@ -57,7 +57,9 @@ def run_one(cell: Cell, time_limit: float) -> Outcome:
         cell_file, result, log = folder / "cell.json", folder / "result.json", folder / "log"
         cell_file.write_text(cell.to_json())
         began = time.monotonic()
-        status = _wait([sys.executable, "-m", "atom_plugin.selftest.child", str(cell_file), str(result)], log, time_limit)
+        status = _wait(
+            [sys.executable, "-m", "atom_plugin.selftest.child", str(cell_file), str(result)], log, time_limit
+        )
         seconds = time.monotonic() - began
         output = tuple(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         found = json.loads(result.read_text()) if status == 0 and result.is_file() else None
@@ -91,8 +93,10 @@ def _outcome(
         detail = f"no answer within {time_limit:g} seconds"
         return Outcome(cell=cell, verdict="hung", detail=detail, seconds=seconds, output=output)
     if status < 0:
-        name = signal.Signals(-status).name if -status in iter(signal.Signals) else f"signal {-status}"
-        return Outcome(cell=cell, verdict="aborted", detail=f"by {name}", seconds=seconds, output=output)
+        name = signal.strsignal(-status) or "a signal of its own"
+        return Outcome(
+            cell=cell, verdict="aborted", detail=f"by signal {-status} ({name})", seconds=seconds, output=output
+        )
     if found is None:
         said = next((line for line in reversed(output) if line.strip()), "it wrote nothing")
         detail = f"exit status {status}: {said}"

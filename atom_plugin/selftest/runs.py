@@ -60,9 +60,7 @@ def differences(cell: Cell) -> list[Difference]:
             raise ValueError(f"the row {kernel.name} states no tolerance for {dtype}, which it says that it takes")
         tolerance = kernel.tolerance[dtype]
         if isinstance(problem, QKNormRopeStoreKVProblem):
-            return [
-                difference for is_neox in (True, False) for difference in _norm_rope(row, cell, tolerance, is_neox)
-            ]
+            return [difference for is_neox in (True, False) for difference in _norm_rope(row, cell, tolerance, is_neox)]
         if isinstance(problem, MlaAttentionProblem):
             return _latent(row, problem, tolerance)
         return _paged(row, problem, tolerance)
