@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from atom_plugin.selftest.cells import Cell
 TIME_LIMIT = 600.0
 #: Lines of a failed process's output that are kept, which end with Python's error or the library's.
 _LAST_LINES = 12
+_AFTER_KILL = 30.0
 
 Verdict = Literal["ok", "wrong", "aborted", "hung", "could not run"]
 
@@ -78,7 +80,9 @@ def _wait(command: list[str], log: Path, time_limit: float) -> int | None:
             # its group is its own: compilers that it started end with it, also where Ctrl-C ends us
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                # one that waits for a GPU which hangs does not end, and the rows after it are to run
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_AFTER_KILL)
 
 
 def _outcome(
