@@ -120,7 +120,7 @@ def as_line(outcome: Outcome) -> str:
     """Return an outcome as a line of the table, with lines under it that say what is wrong."""
     cell = outcome.cell
     row = f"{cell.op}={cell.row or 'none'}"
-    mode = cell.mode.removeprefix(cell.op).strip() or "store"
+    mode = cell.mode.removeprefix(cell.op).strip() or "every"
     error = "" if outcome.error is None else f"{outcome.error:.2g}"
     share = "" if outcome.share is None else f"{outcome.share:.2f}"
     line = f"{outcome.verdict:<14}{row:<48}{mode:<30}{cell.title():<34}{error:>9}{share:>8}{outcome.seconds:>7.1f}"

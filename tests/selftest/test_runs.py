@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from atom_plugin.attention.tables import TABLES
+from atom_plugin.attention.limits import LayerOutline
+from atom_plugin.attention.tables import TABLES, LayerProblems, modes_of
 from atom_plugin.dispatch import Kernel, Tolerance
 from atom_plugin.ops.mla_attention.eager import mla_attention
 from atom_plugin.ops.paged_attention.eager import paged_attention
 from atom_plugin.ops.qk_norm_rope_store_kv.eager import qk_norm_rope_store_kv
 from atom_plugin.ops.store_kv.eager import store_kv
-from atom_plugin.selftest.cells import Cell, standard_cells
+from atom_plugin.selftest.cells import Cell, Pool, standard_cells
 from atom_plugin.selftest.compare import compare, compare_bytes
 from atom_plugin.selftest.runs import differences
+from tests.ops.interpreted import triton_interpreter
+
+__all__ = ["triton_interpreter"]
 
 CELLS = standard_cells("cpu")
 EXACT = Tolerance(rtol=0.0, atol=0.0)
@@ -178,6 +182,18 @@ def test_a_row_without_a_tolerance_is_an_error(planted: Callable[[Cell, Any], Ce
     TABLES[cell.op].kernels = (replace(first, tolerance={}), *TABLES[cell.op].kernels[1:])
     with pytest.raises(ValueError, match=r"planted states no tolerance for torch\.bfloat16"):
         differences(cell)
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+def test_triton_rows_interpreted() -> None:
+    """A GPU's rows through the same comparison: forced by name, in fp32."""
+    outline = LayerOutline(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=32, v_head_dim=32, fused=True)
+    layer = LayerProblems(layer=outline, arch="cpu", q_dtype=torch.float32, pool_dtype=torch.float32, page_size=16)
+    for captured in (False, True):
+        for mode, table, problem, _ in modes_of(layer, captured=captured, has_sinks=True):
+            forced = replace(problem, forced="triton")
+            cell = Cell(op=table.op, mode=mode, row="triton", problem=forced, pool=Pool.of(layer))
+            assert worst(cell) < 0.9, mode
 
 
 def test_numbers_of_a_comparison() -> None:
