@@ -17,8 +17,12 @@ from tests.plugin_folder import make_plugin
 REPO = Path(__file__).parents[2]
 
 
-def doctor(*arguments: str, python: str = sys.executable, path: list[Path] | None = None) -> tuple[int, str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "ATOM_PLUGIN_"))}
+def doctor(
+    *arguments: str, python: str = sys.executable, path: list[Path] | None = None, **variables: str
+) -> tuple[int, str, str]:
+    env = variables | {
+        name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "ATOM_PLUGIN_"))
+    }
     env["PYTHONPATH"] = os.pathsep.join(map(str, path or []))
     command = [python, "-m", "atom_plugin.cli", "doctor", *arguments]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
@@ -82,17 +86,20 @@ def test_with_sglang_and_without_aiter() -> None:
 
 
 def test_with_an_aiter_that_cannot_be_imported(tmp_path: Path) -> None:
-    """The package of PyPI on a machine without ROCm: its import raises RuntimeError, and SGLang's imports with it."""
+    """The package of PyPI on a machine without ROCm: its import raises RuntimeError, and SGLang's imports with it.
+
+    A malformed variable is a fault of its own.
+    """
     package = tmp_path / "aiter"
     package.mkdir()
     (package / "__init__.py").write_text('raise RuntimeError("ROCm version file not found")\n')
     info = tmp_path / "amd_aiter-0.1.7.post2.dev18.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.7.post2.dev18\n")
-    status, out, err = doctor("--json", path=[tmp_path, REPO])
+    status, out, err = doctor("--json", path=[tmp_path, REPO], ATOM_PLUGIN_FUSE_QK_NORM_ROPE="yes")
     assert status == 1, err
     found = findings(out)
-    assert failed(out) == {"aiter", "registration"}
+    assert failed(out) == {"aiter", "registration", "ATOM_PLUGIN_FUSE_QK_NORM_ROPE"}
     said = "cannot be imported: RuntimeError: ROCm version file not found"
     assert found["aiter"]["found"] == f"amd-aiter 0.1.7.post2.dev18, taken for AITER wheel, {said}"
     assert "pip uninstall amd-aiter: this machine (cpu) has no ROCm" in found["aiter"]["remedy"]
