@@ -20,6 +20,8 @@ RANGES = {
     "torch": ("", ">=2.11,<2.15"),
     "triton": ("", ">=3.6,<3.9"),
 }
+#: Other names that a package is distributed under: builds of PyTorch for ROCm bring a Triton of their own.
+ALSO_CALLED = {"triton": ("pytorch-triton-rocm", "triton-rocm", "pytorch-triton")}
 #: Names that AITER has been distributed under; built from source it may have none at all.
 AITER = ("amd-aiter", "aiter")
 NEEDED = ("sglang", "torch", "transformers")
@@ -50,11 +52,13 @@ def check_versions() -> list[Finding]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a distribution, None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    """Return the version of a package under any of its names, None where it is not installed."""
+    for name in (package, *ALSO_CALLED.get(package, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def check_entry_points() -> list[Finding]:

@@ -47,6 +47,16 @@ def test_versions(package: str, version: str, status: str, text: str, monkeypatc
     assert found.status == status and text in f"{found.found} {found.remedy}"
 
 
+def test_the_triton_of_rocm_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "pytorch-triton-rocm":
+            return "3.6.0+git1234"
+        raise versions.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions.metadata, "version", version)
+    assert by_name(versions.check_versions())["triton"] == Finding("triton", "3.6.0+git1234")
+
+
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows needs torch, and is left out; the rest is still there."""
 
