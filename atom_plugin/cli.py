@@ -9,6 +9,12 @@ from collections.abc import Callable
 from atom_plugin import doctor
 from atom_plugin.recipe import AITERS, ARCHS, DTYPES
 
+#: What ``explain`` plans for where it is not told.
+PLAN_DEFAULTS: dict[str, object] = {
+    "tp": 1, "ep": 1, "dp": 1, "dtype": "bfloat16", "kv_cache_dtype": "auto", "page_size": 1, "aiter": "main",
+    "mem_fraction_static": 0.85, "arch": None, "query_len": None, "memory": None, "json": False,
+}  # fmt: skip
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``atom-plugin`` with ``argv`` (default: the process's) and return its exit status."""
@@ -35,6 +41,8 @@ def _add_doctor(command: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.config is not None and not arguments.selftest:
+        return _misused("doctor", "--config goes with --selftest RECIPE")
     findings = doctor.examine()
     failed = doctor.has_failed(findings)
     if not arguments.json:
@@ -66,18 +74,19 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("--check", action="store_true", help="check a recipe (TOML), which holds what follows")
     command.add_argument("--config", help="with --check: a config.json to read in place of that of the recipe's model")
     command.add_argument("--arch", choices=ARCHS, help="of the machine")
-    command.add_argument("--tp", type=int, default=1, help="ranks: SGLang's --tp-size")
-    command.add_argument("--ep", type=int, default=1, help="of these, over how many experts are split: --ep-size")
-    command.add_argument("--dp", type=int, default=1, help="of these, over how many attention is data parallel")
-    command.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    command.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
-    command.add_argument("--page-size", type=int, default=1, help="tokens")
+    command.add_argument("--tp", type=int, help="ranks: SGLang's --tp-size")
+    command.add_argument("--ep", type=int, help="of these, over how many experts are split: --ep-size")
+    command.add_argument("--dp", type=int, help="of these, over how many attention is data parallel")
+    command.add_argument("--dtype", choices=DTYPES)
+    command.add_argument("--kv-cache-dtype", help="as the server's flag")
+    command.add_argument("--page-size", type=int, help="tokens")
     command.add_argument("--query-len", type=int, help="new tokens a request: 1 for decode; default: every mode")
-    command.add_argument("--aiter", default="main", choices=AITERS, help="version on the machine")
+    command.add_argument("--aiter", choices=AITERS, help="version on the machine")
     command.add_argument("--memory", type=float, help="GiB of one device: how many tokens fit beside the weights")
-    command.add_argument("--mem-fraction-static", type=float, default=0.85, help="as the server's flag")
+    command.add_argument("--mem-fraction-static", type=float, help="as the server's flag")
     command.add_argument("--why", action="store_true", help="every refused row with its reasons")
     command.add_argument("--json", action="store_true", help="machine-readable")
+    command.set_defaults(**PLAN_DEFAULTS)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -86,9 +95,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     if arguments.check:
         return _check(arguments)
+    if arguments.config is not None:
+        return _misused("explain", "--config goes with --check")
     if arguments.arch is None:
-        print(f"atom-plugin explain: --arch is required: {', '.join(ARCHS)}", file=sys.stderr)
-        return 2
+        return _misused("explain", f"--arch is required: {', '.join(ARCHS)}")
     plan = explain.Plan(
         arch=arguments.arch,
         tp=arguments.tp,
@@ -114,6 +124,14 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from atom_plugin.explain.check import check
 
+    ours = ("command", "model", "check", "config", "why")
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(arguments).items()
+        if name not in ours and value != PLAN_DEFAULTS.get(name)
+    ]
+    if given:
+        return _misused("explain", f"with --check the recipe says how it is served: drop {', '.join(given)}")
     text, problems = check(arguments.model, config=arguments.config, why=arguments.why)
     if text:
         print(text)
@@ -122,6 +140,11 @@ def _check(arguments: argparse.Namespace) -> int:
     if not problems:
         print(f"{arguments.model}: nothing is wrong with it")
     return int(bool(problems))
+
+
+def _misused(command: str, problem: str) -> int:
+    print(f"atom-plugin {command}: {problem}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

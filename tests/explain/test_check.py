@@ -88,6 +88,21 @@ def test_a_recipe_without_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "[explain] is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--check", "--arch", "gfx950", "--tp", "8"], "the recipe says how it is served: drop --arch, --tp"),
+        (["--check", "--json"], "the recipe says how it is served: drop --json"),
+        (["--arch", "gfx950", "--config", "x"], "--config goes with --check"),
+    ],
+)
+def test_flags_that_would_do_nothing(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(BIG), *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert cli.main(["doctor", "--config", "x"]) == 2
+    assert "--config goes with --selftest RECIPE" in capsys.readouterr().err
+
+
 def test_without_sglang_its_flags_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None)
     assert checking.check(BIG, config=str(BIG_CONFIG), why=False)[1] == [
