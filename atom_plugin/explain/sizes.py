@@ -63,12 +63,11 @@ def kv_bytes_a_token(spec: ExplainedSpec, plan: Plan) -> int:
 def tokens_that_fit(memory_gib: float, plan: Plan, weight_bytes: int, token_bytes: int) -> int:
     """Return the tokens, in whole pages, that one rank's cache holds beside its weights; 0 where these do not fit.
 
-    ``memory_gib``: of the device. An upper bound: what else lives in SGLang's share (communication buffers, the
-    framework itself) is not known here. One page is SGLang's dump.
+    ``memory_gib``: of the device. As SGLang sizes its pool, and an upper bound: what else is on the device before
+    (communication buffers, the framework itself) is not known here.
     """
     left = int(memory_gib * GIB * plan.mem_fraction) - weight_bytes
-    pages = left // (token_bytes * plan.page_size) - 1
-    return max(0, pages * plan.page_size)
+    return max(0, left // token_bytes // plan.page_size * plan.page_size)
 
 
 def weights_of(spec: ServedSpec, plan: Plan) -> Weights:
