@@ -4,53 +4,113 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from atom_plugin import doctor
+from atom_plugin.recipe import AITERS, ARCHS, DTYPES
 
-ARCHS = ("gfx942", "gfx950", "sm90", "cpu")
-DTYPES = ("bfloat16", "float16", "float32")
+#: What ``explain`` plans for where it is not told.
+PLAN_DEFAULTS: dict[str, object] = {
+    "tp": 1, "ep": 1, "dp": 1, "dtype": "bfloat16", "kv_cache_dtype": "auto", "page_size": 1, "aiter": "main",
+    "mem_fraction_static": 0.85, "arch": None, "query_len": None, "memory": None, "json": False,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``atom-plugin`` with ``argv`` (default: the process's) and return its exit status."""
     parser = argparse.ArgumentParser(prog="atom-plugin", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("doctor", help="check versions, entry points, machine and hooks; exit 1 on a fault")
-    command.add_argument("--json", action="store_true", help="machine-readable findings")
-    _add_explain(commands.add_parser("explain", help="print which kernels a model gets; exit 1 where there is none"))
+    _add_doctor(commands.add_parser("doctor", help="check what a launch needs; exit 1 on what would break it"))
+    _add_explain(commands.add_parser("explain", help="print what a model gets and holds; exit 1 where it is refused"))
     arguments = parser.parse_args(argv)
-    if arguments.command == "explain":
-        return _explain(arguments)
+    run: Callable[[argparse.Namespace], int] = {"doctor": _doctor, "explain": _explain}[arguments.command]
+    return run(arguments)
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--selftest",
+        nargs="?",
+        const="",
+        metavar="RECIPE",
+        help="also run kernels against their reference: those that RECIPE gets, or all that can run here",
+    )
+    command.add_argument("--config", help="a config.json to read in place of that of RECIPE's model")
+    command.add_argument("--time-limit", type=float, default=600.0, help="seconds for each kernel of --selftest")
+    command.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.config is not None and not arguments.selftest:
+        return _misused("doctor", "--config goes with --selftest RECIPE")
     findings = doctor.examine()
-    print(doctor.report(findings, as_json=arguments.json))
-    return int(any(finding.remedy for finding in findings))
+    failed = doctor.has_failed(findings)
+    if not arguments.json:
+        print(doctor.report(findings), flush=True)
+    outcomes: list[dict[str, object]] = []
+    if arguments.selftest is not None:
+        if doctor.lacks_torch(findings):
+            print(
+                "atom-plugin doctor --selftest: there is no torch here, and no kernel runs without it", file=sys.stderr
+            )
+            return 1
+        from atom_plugin.selftest.command import SelfTestError, run
+
+        try:
+            outcomes, went_well = run(
+                arguments.selftest or None, arguments.config, arguments.time_limit, quiet=arguments.json
+            )
+        except SelfTestError as error:
+            print(f"atom-plugin doctor --selftest: {error}", file=sys.stderr)
+            return 2
+        failed = failed or not went_well
+    if arguments.json:
+        print(doctor.as_json(findings, outcomes))
+    return int(failed)
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", help="folder of a checkpoint, or its config.json; weights are not needed")
-    command.add_argument("--arch", required=True, choices=ARCHS, help="of the machine")
-    command.add_argument("--tp", type=int, default=1, help="ranks that share the attention heads")
-    command.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    command.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
-    command.add_argument("--page-size", type=int, default=1, help="tokens")
+    command.add_argument("model", help="folder of a checkpoint, its config.json, or a repo; with --check a recipe")
+    command.add_argument("--check", action="store_true", help="check a recipe (TOML), which holds what follows")
+    command.add_argument("--config", help="with --check: a config.json to read in place of that of the recipe's model")
+    command.add_argument("--arch", choices=ARCHS, help="of the machine")
+    command.add_argument("--tp", type=int, help="ranks: SGLang's --tp-size")
+    command.add_argument("--ep", type=int, help="of these, over how many experts are split: --ep-size")
+    command.add_argument("--dp", type=int, help="of these, over how many attention is data parallel")
+    command.add_argument("--dtype", choices=DTYPES)
+    command.add_argument("--kv-cache-dtype", help="as the server's flag")
+    command.add_argument("--page-size", type=int, help="tokens")
     command.add_argument("--query-len", type=int, help="new tokens a request: 1 for decode; default: every mode")
-    command.add_argument("--aiter", default="main", choices=["wheel", "main", "here"], help="version on the machine")
+    command.add_argument("--aiter", choices=AITERS, help="version on the machine")
+    command.add_argument("--memory", type=float, help="GiB of one device: how many tokens fit beside the weights")
+    command.add_argument("--mem-fraction-static", type=float, help="as the server's flag")
     command.add_argument("--why", action="store_true", help="every refused row with its reasons")
-    command.add_argument("--json", action="store_true", help="machine-readable choices")
+    command.add_argument("--json", action="store_true", help="machine-readable")
+    command.set_defaults(**PLAN_DEFAULTS)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     from atom_plugin import explain  # torch, which doctor has to report as missing
     from atom_plugin.configs import ConfigError
 
+    if arguments.check:
+        return _check(arguments)
+    if arguments.config is not None:
+        return _misused("explain", "--config goes with --check")
+    if arguments.arch is None:
+        return _misused("explain", f"--arch is required: {', '.join(ARCHS)}")
     plan = explain.Plan(
         arch=arguments.arch,
         tp=arguments.tp,
+        ep=arguments.ep,
+        dp=arguments.dp,
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
         page_size=arguments.page_size,
         query_len=arguments.query_len,
         aiter=arguments.aiter,
+        memory_gib=arguments.memory,
+        mem_fraction=arguments.mem_fraction_static,
     )
     try:
         text, served = explain.report(arguments.model, plan, why=arguments.why, as_json=arguments.json)
@@ -59,6 +119,32 @@ def _explain(arguments: argparse.Namespace) -> int:
         return 2
     print(text)
     return int(not served)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from atom_plugin.explain.check import check
+
+    ours = ("command", "model", "check", "config", "why")
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(arguments).items()
+        if name not in ours and value != PLAN_DEFAULTS.get(name)
+    ]
+    if given:
+        return _misused("explain", f"with --check the recipe says how it is served: drop {', '.join(given)}")
+    text, problems = check(arguments.model, config=arguments.config, why=arguments.why)
+    if text:
+        print(text)
+    for problem in problems:
+        print(f"atom-plugin explain --check: {problem}", file=sys.stderr)
+    if not problems:
+        print(f"{arguments.model}: nothing is wrong with it")
+    return int(bool(problems))
+
+
+def _misused(command: str, problem: str) -> int:
+    print(f"atom-plugin {command}: {problem}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -362,3 +362,12 @@ def reads_end_before_replay() -> Any:
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
     return SharedReadEnds.PRE_REPLAY
+
+
+def why_backend_is_unknown(name: str) -> list[str]:
+    """Return where SGLang does not know the attention backend ``name`` in this process; empty where it does."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    reasons = [] if name in ATTENTION_BACKEND_CHOICES else [f"--attention-backend does not take {name}"]
+    return reasons if name in ATTENTION_BACKENDS else [*reasons, f"no scheduler can build the backend {name}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import oracle
 from server import Server
+
+from atom_plugin.configs import load_spec
+from atom_plugin.explain import Plan
+from atom_plugin.explain.sizes import kv_bytes_a_token, weights_of
 
 Sequences = tuple[tuple[int, ...], ...]
 
@@ -201,3 +206,15 @@ def abort_half_way(server: Server, ids: Sequence[int]) -> None:
         if not thread.is_alive():
             break
     assert not thread.is_alive() and answers[0]["meta_info"]["completion_tokens"] < 3000
+
+
+def assert_holds_what_explain_says(server: Server, checkpoint: str, flags: Sequence[str]) -> None:
+    """Every rank of an fp32 server of ours has as many parameters, and bytes in its pool, as `explain` works out."""
+    given = dict(itertools.pairwise(flags))
+    ranks = {name: int(given.get(f"--{name}-size", 1)) for name in ("tp", "ep", "dp")}
+    plan = Plan(arch="cpu", dtype="float32", **ranks)
+    spec = load_spec(oracle.CHECKPOINTS[checkpoint])
+    weights = weights_of(spec, plan).sum
+    for rank in server.ranks():
+        found = rank["parameters"], rank["parameter_bytes"], rank["kv_bytes_a_slot"]
+        assert found == (weights.on_rank, weights.bytes_on_rank, kv_bytes_a_token(spec, plan))

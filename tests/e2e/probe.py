@@ -41,6 +41,9 @@ def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         "page_size": runner.page_size,
         "kv_cache_dtype": str(runner.token_to_kv_pool.dtype),
         "platform": type(current_platform).__name__,
+        "parameters": sum(one.numel() for one in runner.model.parameters()),
+        "parameter_bytes": sum(one.numel() * one.element_size() for one in runner.model.parameters()),
+        "kv_bytes_a_slot": kv_bytes_a_slot(runner.token_to_kv_pool),
         "kv_scales": [(layer.k_scale_float, layer.v_scale_float) for layer in host.attention_layers(runner.model)],
     }
     Path(os.environ["ATOM_TEST_PROBE"], f"rank{tp_rank}-{os.getpid()}.json").write_text(json.dumps(facts))
@@ -49,3 +52,9 @@ def report(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
 
         record.start(runner, Path(os.environ["ATOM_TEST_RECORD"]))
     return result
+
+
+def kv_bytes_a_slot(pool: Any) -> float:
+    """Return the bytes of one token slot, all layers together, as SGLang's pool counts its own bytes."""
+    sizes = pool.get_kv_size_bytes()
+    return (sum(sizes) if isinstance(sizes, tuple) else sizes) / (pool.size + pool.page_size)

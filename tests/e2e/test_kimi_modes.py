@@ -24,6 +24,7 @@ def test_pages_and_chunked_prefill(tmp_path: Path) -> None:
     """Pages of 64 and prompts in chunks of 64, whose later ones attend to latents of earlier ones."""
     flags = ("--page-size", "64", "--chunked-prefill-size", "64")
     with serve(CHECKPOINT, *ATOM, *flags, folder=tmp_path) as running:
+        checks.assert_holds_what_explain_says(running, "kimi", flags)
         checks.assert_serves_as_transformers(running, "kimi")
 
 
@@ -41,6 +42,7 @@ def test_two_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Heads, experts and shared experts over two ranks; each counted once."""
     with serve(CHECKPOINT, *ATOM, *flags, folder=tmp_path) as running:
         assert [rank["model"] for rank in running.ranks()] == [OURS] * 2
+        checks.assert_holds_what_explain_says(running, "kimi", flags)
         checks.assert_fp32(checks.prefill_differences(running, "kimi", checks.solved("kimi", 24)), "prefill")
         checks.assert_fp32(checks.decode_differences(running, "kimi", checks.fragments("kimi", 12), 16), "decode")
         one = checks.fragments("kimi", 1)

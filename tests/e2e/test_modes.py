@@ -27,6 +27,7 @@ MORE = {
     "no overlap": ("--disable-overlap-schedule",),
     "attention DP 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
+DENSE_RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 FOUR_RANKS = {
     "TP 4": ("--tp-size", "4"),
     "attention DP 2 of TP 2, EP 2": (
@@ -49,9 +50,10 @@ def test_pages_and_chunks(flags: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", RANKS.values(), ids=RANKS.keys())
 def test_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Tensor, expert and attention-data parallel over gloo."""
+    """Tensor, expert and attention-data parallel over gloo; each rank holds what `explain` says."""
     with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
         assert [rank["model"] for rank in server.ranks()] == ["atom_plugin.models.qwen3_moe.Qwen3MoeForCausalLM"] * 2
+        checks.assert_holds_what_explain_says(server, CHECKPOINT, flags)
         checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 24)), "prefill")
         checks.assert_fp32(
             checks.decode_differences(server, CHECKPOINT, checks.fragments(CHECKPOINT, 12), 16), "decode"
@@ -76,6 +78,7 @@ def test_four_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     """More ranks than KV heads, and attention TP inside attention DP with experts split both ways."""
     with serve(oracle.CHECKPOINTS[CHECKPOINT], *ATOM, *flags, folder=tmp_path) as server:
         assert len(server.ranks()) == 4
+        checks.assert_holds_what_explain_says(server, CHECKPOINT, flags)
         checks.assert_fp32(checks.prefill_differences(server, CHECKPOINT, checks.solved(CHECKPOINT, 12)), "prefill")
         checks.assert_fp32(checks.decode_differences(server, CHECKPOINT, checks.fragments(CHECKPOINT, 7), 8), "decode")
 
@@ -91,8 +94,7 @@ def test_backend_for_one_phase_only(prefill: str, decode: str, tmp_path: Path) -
 
 def test_dense_tp(tmp_path: Path) -> None:
     """The dense twin, whose head is its embedding, over attention DP 2: the two are split in different ways."""
-    with serve(
-        oracle.CHECKPOINTS["dense"], *ATOM, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", folder=tmp_path
-    ) as server:
+    with serve(oracle.CHECKPOINTS["dense"], *ATOM, *DENSE_RANKS, folder=tmp_path) as server:
+        checks.assert_holds_what_explain_says(server, "dense", DENSE_RANKS)
         checks.assert_fp32(checks.prefill_differences(server, "dense", checks.solved("dense", 12)), "prefill")
         checks.assert_fp32(checks.decode_differences(server, "dense", checks.fragments("dense", 6), 16), "decode")

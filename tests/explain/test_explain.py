@@ -84,15 +84,46 @@ def test_query_length_picks_the_phase() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--page-size", "16"]) == 0
+    ranks = ("--tp", "8", "--ep", "8")
+    assert cli.main(["explain", str(BIG), "--arch", "gfx942", *ranks, "--page-size", "16"]) == 0
     text = capsys.readouterr().out
     assert "layers 0 to 93 have 8 query and 1 KV heads of 128 a rank" in text
     assert "paged_attention decode in a graph     aiter_unified_attention" in text
     assert "      not " not in text
-    assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--why"]) == 0
+    assert cli.main(["explain", str(BIG), "--arch", "gfx942", *ranks, "--why"]) == 0
     assert "not aiter_unified_attention: page size 1: takes powers of two from 16" in capsys.readouterr().out
     assert cli.main(["explain", str(MOE), "--arch", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["choices"][0]["row"] == "eager"
+    told = json.loads(capsys.readouterr().out)
+    assert told["choices"][0]["row"] == "eager"
+    assert told["model_class"] == "atom_plugin.models.qwen3_moe:Qwen3MoeForCausalLM"
+
+
+def test_what_a_launch_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reasons of a launch, exit status 1, and no numbers of a model that cannot be split so."""
+    assert cli.main(["explain", str(BIG), "--arch", "gfx942", "--tp", "8", "--memory", "192"]) == 1
+    text = capsys.readouterr().out
+    assert "REFUSED by --model-impl atom: moe_intermediate_size 1536 is not divisible by 8 ranks into whole FP8" in text
+    assert "not counted: the launch is refused" in text and "not known: weights are not counted" in text
+    assert cli.main(["explain", str(BIG), "--arch", "cpu", "--tp", "1"]) == 1
+    assert "the checkpoint is block FP8, and SGLang's MoE and linear layers read no scales" in capsys.readouterr().out
+
+
+def test_a_model_that_is_sglangs_own(capsys: pytest.CaptureFixture[str]) -> None:
+    k3 = str(CONFIGS / "moonshotai--Kimi-K3.json")
+    assert cli.main(["explain", k3, "--arch", "gfx950", "--tp", "8", "--memory", "288"]) == 0
+    text = capsys.readouterr().out
+    assert "not counted: models/ has no model for it" in text and "not known: weights are not counted" in text
+
+
+def test_tokens_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", str(MOE), "--arch", "sm90", "--page-size", "64", "--mem-fraction-static", "0.9"]
+    assert cli.main([*command, "--memory", "80", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    left = 0.9 * 80 * 2**30 - 2 * 30_532_122_624
+    assert left - 64 * 98_304 < told["tokens_that_fit"] * 98_304 <= left
+    assert told["tokens_that_fit"] % 64 == 0
+    assert cli.main([*command, "--memory", "60"]) == 0
+    assert "NONE: the weights do not fit in 60 GiB x 0.9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -102,6 +133,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ((str(MOE), "--tp", "0"), "--tp 0 does not divide 32 query heads and 4 KV heads"),
         ((str(MOE), "--query-len", "0"), "--query-len 0: takes 1 for decode, or more"),
         ((str(MOE), "--page-size", "3"), "--page-size 3: use a power of two"),
+        ((str(MOE), "--tp", "4", "--ep", "3"), "--ep 3 does not divide --tp 4"),
+        ((str(MOE), "--tp", "4", "--dp", "0"), "--dp 0 does not divide --tp 4"),
+        ((str(MOE), "--memory", "0"), "--memory 0.0: takes GiB of one device"),
+        ((str(MOE), "--mem-fraction-static", "1.5"), "--mem-fraction-static 1.5: takes a share between 0 and 1"),
         ((str(MOE), "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: use one of"),
         ((str(CONFIGS / "deepseek-ai--DeepSeek-V3.json"),), "with model_type 'deepseek_v3' is not one that"),
         (
@@ -114,6 +149,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_explained(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", *arguments, "--arch", "gfx942"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_arch_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(MOE)]) == 2
+    assert "--arch is required: gfx942, gfx950, sm90, cpu" in capsys.readouterr().err
+
+
+def test_a_plan_without_graphs_has_no_captured_modes() -> None:
+    assert not [mode for mode in rows(Plan(arch="gfx942", graphs=False)) if "graph" in mode]
 
 
 @pytest.mark.parametrize("text", ["[]", '["Qwen3ForCausalLM"]', "7", "null"])

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from atom_plugin import doctor, host
+from atom_plugin import host
+from atom_plugin.doctor import variables, versions
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-qwen3-moe"
 #: SGLang's own CPU platform: our platform stays out, as on any machine that has an accelerator.
@@ -265,20 +266,18 @@ def test_a_malformed_permission_is_none() -> None:
     assert "ATOM_PLUGIN_ALLOW_SGLANG='yes' is not valid: 0 or 1 is accepted" in ran.stderr
 
 
-@pytest.mark.parametrize(("allowed", "status"), [("0", "FAIL"), ("1", "ok  "), ("yes", "FAIL")])
+@pytest.mark.parametrize(("allowed", "status"), [("0", "fail"), ("1", "note"), ("yes", "fail")])
 def test_doctor_says_the_same(allowed: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault with its ways out, or a note where it is allowed; a malformed permission is a fault of its own."""
-    host.since.cache_clear()
-    monkeypatch.setattr(doctor.metadata, "version", lambda package: "0.6.0" if package == "sglang" else "1.0")
-    host.sglang_version.cache_clear()
+    monkeypatch.setattr(host, "sglang_version", lambda: "0.6.0")
     monkeypatch.setenv("ATOM_PLUGIN_ALLOW_SGLANG", allowed)
-    told = doctor.report([*doctor._versions(), *doctor._settings()], as_json=False)
-    host.sglang_version.cache_clear(), host.since.cache_clear()
-    reason = "SGLang range: atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang 0.6.0 is installed"
-    assert f"{status}  {reason}" in told
-    assert ("-> Install one of them, or set ATOM_PLUGIN_ALLOW_SGLANG=1" in told) == (status == "FAIL")
-    assert ("is served because ATOM_PLUGIN_ALLOW_SGLANG=1" in told) == (allowed == "1")
-    assert ("FAIL  ATOM_PLUGIN_ALLOW_SGLANG: " in told) == (allowed == "yes")
+    findings = {one.name: one for one in (*versions.check_versions(), *variables.check_variables("cpu"))}
+    told = findings["SGLang range"]
+    reason = "atom-plugin supports the releases of SGLang >=0.5.17,<0.5.24, and SGLang 0.6.0 is installed"
+    assert told.status == status and told.found.startswith(reason)
+    assert told.remedy.startswith("Install one of them, or set ATOM_PLUGIN_ALLOW_SGLANG=1") == (status == "fail")
+    assert ("is served because ATOM_PLUGIN_ALLOW_SGLANG=1" in told.found) == (allowed == "1")
+    assert (findings["ATOM_PLUGIN_ALLOW_SGLANG"].status == "fail") == (allowed == "yes")
 
 
 def test_other_plugins_hooks_on_the_same_function_survive() -> None:
