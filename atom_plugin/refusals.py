@@ -193,6 +193,7 @@ def backend_problems(server_args: Any) -> list[str]:
             kv_lora_rank=model_config.kv_lora_rank,
             rope_dim=model_config.qk_rope_head_dim,
             unabsorbed=host.unabsorbed_head_dims(model_config),
+            ours=cfg.model_impl == NAME,
         )
     else:
         kv_heads = model_config.get_num_kv_heads(attention_tp)

@@ -80,6 +80,7 @@ class LayerOutline:
     k_scale_float: None = None
     v_scale_float: None = None
     qk_norm_rope: QKNormRope | None = None
+    norms_latents: bool = False
 
     def __post_init__(self) -> None:
         if self.fused:
@@ -90,15 +91,17 @@ class LayerOutline:
 
 
 def latent_outlines(
-    *, heads: int, kv_lora_rank: int, rope_dim: int, unabsorbed: tuple[int, int] | None
+    *, heads: int, kv_lora_rank: int, rope_dim: int, unabsorbed: tuple[int, int] | None, ours: bool
 ) -> list[LayerOutline]:
     """Return the attention layers of an MLA layer with ``heads`` query heads: the absorbed and the un-absorbed one.
 
-    ``unabsorbed``: head dims of queries and keys, and of values; None where a model is always absorbed.
+    ``ours``: of a model of ours, not of SGLang's. ``unabsorbed``: head dims of queries and keys, and of values; None
+    where a model is always absorbed.
     """
     absorbed = LayerOutline(
-        tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=kv_lora_rank + rope_dim, v_head_dim=kv_lora_rank, fused=False
-    )
+        tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=kv_lora_rank + rope_dim, v_head_dim=kv_lora_rank, fused=False,
+        norms_latents=ours,
+    )  # fmt: skip
     if unabsorbed is None:
         return [absorbed]
     qk_head_dim, v_head_dim = unabsorbed

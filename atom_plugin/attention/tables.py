@@ -112,6 +112,18 @@ class LayerProblems:
             normed=constants.q_weight is not None,
         )
 
+    def latent_norm_rope(self) -> latent_norm_rope.LatentNormRopeProblem | None:
+        """Return norm and rope of new latent rows where the model does them by this op, as ours does; else None."""
+        if self.kv_lora_rank is None or not vars(self.layer).get("norms_latents", False):
+            return None
+        return latent_norm_rope.LatentNormRopeProblem(
+            arch=self.arch,
+            dtype=self.q_dtype,
+            num_heads=self.layer.tp_q_head_num,
+            kv_lora_rank=self.kv_lora_rank,
+            rope_dim=self.layer.qk_head_dim - self.kv_lora_rank,
+        )
+
     def attend(self, key: AttendKey) -> paged_attention.PagedAttentionProblem | mla_attention.MlaAttentionProblem:
         """Return the attention of ``key``'s mode, a problem of ``table``."""
         if self.kind == "absorbed":
@@ -169,6 +181,9 @@ def modes_of(layer: LayerProblems, *, captured: bool, has_sinks: bool, verify_le
     constants = declared_by(layer.layer)
     if constants is not None:
         yield "qk_norm_rope_store_kv", qk_norm_rope_store_kv.TABLE, layer.norm_rope_store(constants), None
+    of_latents = layer.latent_norm_rope()
+    if of_latents is not None:
+        yield "latent_norm_rope", latent_norm_rope.TABLE, of_latents, None
     for key in _keys_of(layer, captured=captured, has_sinks=has_sinks, verify_len=verify_len):
         yield mode_name(layer.table.op, key), layer.table, layer.attend(key), key
 
@@ -227,6 +242,9 @@ class LayerKernels:
         constants = declared_by(self._problems.layer)
         if constants is not None:
             self.norm_rope_store(constants)
+        of_latents = self._problems.latent_norm_rope()
+        if of_latents is not None:  # which the model runs: here it is logged beside the others
+            self._choose(latent_norm_rope.TABLE, of_latents, "latent_norm_rope")
         for _, _, _, key in modes_of(self._problems, captured=captured, has_sinks=has_sinks, verify_len=verify_len):
             if key is not None:
                 self.attend(key)

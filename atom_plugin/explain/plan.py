@@ -9,7 +9,7 @@ import torch
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, latent_outlines, why_not_backend
 from atom_plugin.attention.tables import LayerProblems
-from atom_plugin.configs import Qwen3MoeSpec, Qwen3Spec
+from atom_plugin.configs import Qwen3MoeSpec, Qwen3Spec, ServedSpec
 from atom_plugin.configs.latent_moe import LatentMoeSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -90,6 +90,7 @@ def outlines_of(spec: ExplainedSpec, attention_tp: int) -> list[LayerOutline]:
             kv_lora_rank=spec.kv_lora_rank,
             rope_dim=spec.qk_rope_head_dim,
             unabsorbed=(spec.qk_head_dim, spec.v_head_dim),
+            ours=isinstance(spec, ServedSpec),
         )
     kv_heads = spec.num_key_value_heads
     if attention_tp < 1 or heads % attention_tp or (kv_heads % attention_tp and attention_tp % kv_heads):

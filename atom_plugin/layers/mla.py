@@ -80,14 +80,6 @@ class LatentAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             **host.attention_tp_group(),
         )
-        problem = latent_norm_rope.LatentNormRopeProblem(
-            arch=device.arch(),
-            dtype=torch.get_default_dtype(),
-            num_heads=self.heads,
-            kv_lora_rank=spec.kv_lora_rank,
-            rope_dim=spec.qk_rope_head_dim,
-        )
-        self.norm_rope = choose(latent_norm_rope.TABLE, problem, forced_rows()).load()
         self.attn_mqa = RadixAttention(
             self.heads,
             latent_dim,
@@ -97,6 +89,15 @@ class LatentAttention(nn.Module):
             v_head_dim=spec.kv_lora_rank,
             prefix=f"{prefix}.attn_mqa",
         )
+        self.attn_mqa.norms_latents = True  # the backend names the row of latent_norm_rope beside its own
+        problem = latent_norm_rope.LatentNormRopeProblem(
+            arch=device.arch(),
+            dtype=torch.get_default_dtype(),
+            num_heads=self.heads,
+            kv_lora_rank=spec.kv_lora_rank,
+            rope_dim=spec.qk_rope_head_dim,
+        )
+        self.norm_rope = choose(latent_norm_rope.TABLE, problem, forced_rows()).load()
         self.attn_mha = RadixAttention(
             self.heads,
             spec.qk_head_dim,

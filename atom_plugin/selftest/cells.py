@@ -12,17 +12,21 @@ import torch
 from atom_plugin.attention.limits import LayerOutline, latent_outlines
 from atom_plugin.attention.tables import TABLES, LayerProblems, modes_of
 from atom_plugin.dispatch import Kernel
+from atom_plugin.ops.latent_norm_rope import LatentNormRopeProblem
 from atom_plugin.ops.mla_attention import MlaAttentionProblem
 from atom_plugin.ops.paged_attention import PagedAttentionProblem
 from atom_plugin.ops.qk_norm_rope_store_kv import QKNormRopeStoreKVProblem
 from atom_plugin.ops.store_kv import StoreKVProblem
 
-Problem = PagedAttentionProblem | MlaAttentionProblem | QKNormRopeStoreKVProblem | StoreKVProblem
+Problem = (
+    PagedAttentionProblem | MlaAttentionProblem | QKNormRopeStoreKVProblem | StoreKVProblem | LatentNormRopeProblem
+)
 PROBLEMS: dict[str, type[Problem]] = {
     "paged_attention": PagedAttentionProblem,
     "mla_attention": MlaAttentionProblem,
     "qk_norm_rope_store_kv": QKNormRopeStoreKVProblem,
     "store_kv": StoreKVProblem,
+    "latent_norm_rope": LatentNormRopeProblem,
 }
 
 
@@ -103,6 +107,8 @@ class Cell:
         if isinstance(problem, MlaAttentionProblem):
             dims = f"{problem.num_heads}x{problem.kv_lora_rank}+{problem.rope_dim}"
             return f"{dims} {_short(problem.q_dtype)}/{_short(problem.kv_dtype)} p{problem.page_size}"
+        if isinstance(problem, LatentNormRopeProblem):
+            return f"{problem.num_heads}x{problem.kv_lora_rank}+{problem.rope_dim} {_short(problem.dtype)}"
         dtype = problem.kv_dtype if isinstance(problem, StoreKVProblem) else problem.qkv_dtype
         pool = self.pool
         return f"{pool.heads}x{pool.k_dim} {_short(dtype)}/{_short(problem.pool_dtype)} p{pool.page_size}"
@@ -112,7 +118,7 @@ def standard_layers(arch: str) -> list[LayerProblems]:
     """Return small attention layers of both kinds, with 16-bit and FP8 pools and with several page sizes."""
     fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
     dense = LayerOutline(tp_q_head_num=8, tp_k_head_num=2, qk_head_dim=128, v_head_dim=128, fused=True)
-    latent = latent_outlines(heads=16, kv_lora_rank=512, rope_dim=64, unabsorbed=(192, 128))
+    latent = latent_outlines(heads=16, kv_lora_rank=512, rope_dim=64, unabsorbed=(192, 128), ours=True)
     bf16 = torch.bfloat16
     layers = [
         LayerProblems(layer=dense, arch=arch, q_dtype=bf16, pool_dtype=pool_dtype, page_size=page_size)

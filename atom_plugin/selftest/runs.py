@@ -14,6 +14,8 @@ import torch
 from atom_plugin import device
 from atom_plugin.dispatch import Tolerance
 from atom_plugin.ops.indices import TokenSlots
+from atom_plugin.ops.latent_norm_rope import LatentNormRopeProblem
+from atom_plugin.ops.latent_norm_rope.reference import latent_norm_rope as latent_norm_rope_reference
 from atom_plugin.ops.mla_attention import MlaAttentionProblem
 from atom_plugin.ops.mla_attention.reference import mla_attention as mla_reference
 from atom_plugin.ops.paged_attention import PagedAttentionProblem, PagedBatch
@@ -56,15 +58,26 @@ def differences(cell: Cell) -> list[Difference]:
         poison_free_memory(device.torch_device())
         if isinstance(problem, StoreKVProblem):
             return _store(row, problem, cell.pool)
-        dtype = problem.qkv_dtype if isinstance(problem, QKNormRopeStoreKVProblem) else problem.q_dtype
+        dtype = _dtype_of(problem)
         if dtype not in kernel.tolerance:
             raise ValueError(f"the row {kernel.name} states no tolerance for {dtype}, which it says that it takes")
         tolerance = kernel.tolerance[dtype]
         if isinstance(problem, QKNormRopeStoreKVProblem):
             return [difference for is_neox in (True, False) for difference in _norm_rope(row, cell, tolerance, is_neox)]
+        if isinstance(problem, LatentNormRopeProblem):
+            return _latent_norm_rope(row, problem, tolerance)
         if isinstance(problem, MlaAttentionProblem):
             return _latent(row, problem, tolerance)
         return _paged(row, problem, tolerance)
+
+
+def _dtype_of(
+    problem: PagedAttentionProblem | MlaAttentionProblem | QKNormRopeStoreKVProblem | LatentNormRopeProblem,
+) -> torch.dtype:
+    """Return the dtype that a row states its tolerance for."""
+    if isinstance(problem, QKNormRopeStoreKVProblem):
+        return problem.qkv_dtype
+    return problem.dtype if isinstance(problem, LatentNormRopeProblem) else problem.q_dtype
 
 
 def _paged(row: Any, problem: PagedAttentionProblem, tolerance: Tolerance) -> list[Difference]:
@@ -268,6 +281,33 @@ def _norm_rope(row: Any, cell: Cell, tolerance: Tolerance, is_neox: bool) -> lis
         compare(f"q rotated by {order}", done_q.cpu(), expected_q, tolerance),
         compare(f"pool of k rotated by {order}", _floats(here[0]), _floats(k_pages), of_keys),
         compare_bytes("pool of v", _past_dump(here[1].cpu()), _past_dump(v_pages)),
+    ]
+
+
+def _latent_norm_rope(row: Any, problem: LatentNormRopeProblem, tolerance: Tolerance) -> list[Difference]:
+    num_tokens, rank, rope_dim, where = ROTATED_TOKENS, problem.kv_lora_rank, problem.rope_dim, device.torch_device()
+    nope, heads = 128, problem.num_heads
+    query = torch.randn(num_tokens, heads, nope + rope_dim).to(problem.dtype)
+    kv = (2 * torch.randn(num_tokens, 64 + rank + rope_dim)).to(problem.dtype)  # a part of a wider row, as in a model
+    angles = torch.arange(NUM_POSITIONS)[:, None] * 1e4 ** (-torch.arange(0, rope_dim, 2) / rope_dim)
+    tensors = {
+        "positions_T": torch.randint(NUM_POSITIONS, (num_tokens,)),
+        "cos_sin_cache": torch.cat([angles.cos(), angles.sin()], dim=-1),
+        "kv_weight_C": (torch.rand(rank) + 0.5).to(problem.dtype),
+    }
+
+    def call(function: Any, at: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        absorbed = torch.full((num_tokens, heads, rank + rope_dim), float("nan"), device=at).to(problem.dtype)
+        moved_tensors = {name: tensor.to(at) for name, tensor in tensors.items()}
+        rotated = absorbed[..., rank:]
+        rows = function(query.to(at)[..., nope:], kv.to(at)[:, 64:], rotated, **moved_tensors, eps=1e-6)
+        return rows.cpu(), rotated.cpu()
+
+    rows, rotated = call(row, where)
+    expected_rows, expected_rotated = call(latent_norm_rope_reference, torch.device("cpu"))
+    return [
+        compare("rows of the cache", rows, expected_rows, tolerance),
+        compare("rotated queries", rotated, expected_rotated, tolerance),
     ]
 
 
