@@ -6,6 +6,9 @@ import argparse
 import sys
 
 from atom_plugin import doctor
+from atom_plugin.compare import arguments as compare_arguments
+from atom_plugin.compare.failure import MeasureError
+from atom_plugin.recipe import RecipeError
 
 ARCHS = ("gfx942", "gfx950", "sm90", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -18,7 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="check versions, entry points, machine and hooks; exit 1 on a fault")
     command.add_argument("--json", action="store_true", help="machine-readable findings")
     _add_explain(commands.add_parser("explain", help="print which kernels a model gets; exit 1 where there is none"))
-    arguments = parser.parse_args(argv)
+    comparison = commands.add_parser("compare", help="accuracy, agreement and speed of two variants; exit 1 if worse")
+    compare_arguments.add_arguments(comparison)
+    ours, flags = compare_arguments.split_flags(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(ours)
+    if arguments.command == "compare":
+        return _compare(arguments, flags)
     if arguments.command == "explain":
         return _explain(arguments)
     findings = doctor.examine()
@@ -59,6 +67,20 @@ def _explain(arguments: argparse.Namespace) -> int:
         return 2
     print(text)
     return int(not served)
+
+
+def _compare(arguments: argparse.Namespace, flags: tuple[str, ...]) -> int:
+    try:
+        return compare_arguments.run(arguments, flags)
+    except (RecipeError, MeasureError) as error:
+        print(f"atom-plugin compare: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(
+            f"atom-plugin compare: interrupted; no server is left, finished parts are in {arguments.out}, "
+            f"and the same command goes on from there",
+            file=sys.stderr,
+        )
+    return 2
 
 
 if __name__ == "__main__":
