@@ -159,7 +159,7 @@ def _settings(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
             names = ", ".join(flag.name for flag in FLAGS if flag.part == part and flag.field in given)
             raise RecipeError(f"{names}: for {part}, which is not run; add it to --parts")
         current = getattr(recipe, part) or kind()
-        build(kind, given, key="the command line")  # refuses what a recipe would
+        build(kind, given, key=part)  # refuses what a recipe would
         settings[part] = replace(current, **_frozen(given)) if part in parts else None
     return settings
 

@@ -16,7 +16,7 @@ from atom_plugin.recipe import Accuracy, Agreement, Speed
 
 REPORT, FIGURES = "report.md", "report.json"
 #: Of what a server says of itself: what a reader compares first.
-_SHOWN_OF_SERVER = (
+SHOWN_OF_SERVER = (
     "version", "model_impl", "attention_backend", "dtype", "kv_cache_dtype", "quantization", "page_size", "tp_size",
     "ep_size", "dp_size",
 )  # fmt: skip
@@ -203,12 +203,12 @@ def _speed(findings: Findings, settings: Speed) -> list[str]:
 
 def _of_server(findings: Findings, name: str) -> dict[str, Any]:
     info = findings.servers[name]
-    return {key: info[key] for key in _SHOWN_OF_SERVER}
+    return {key: info[key] for key in SHOWN_OF_SERVER}
 
 
 def _what_ran(run: Run, findings: Findings) -> list[str]:
     launch = findings.settings["launch"]
-    rows = [(key, *(_of_server(findings, name)[key] for name in findings.names)) for key in _SHOWN_OF_SERVER]
+    rows = [(key, *(_of_server(findings, name)[key] for name in findings.names)) for key in SHOWN_OF_SERVER]
     versions = ", ".join(f"{name} {version}" for name, version in launch["versions"].items())
     return [
         "## What ran",
