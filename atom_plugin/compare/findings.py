@@ -54,7 +54,7 @@ def find(run: Run) -> Findings:
         else None
     )
     cells, command = _speed(run)
-    verdicts = _accuracy_verdicts(recipe.accuracy, scores, lm_eval.get(names[0]))
+    verdicts = _accuracy_verdicts(names, recipe.accuracy, scores, lm_eval.get(names[0]))
     if agreed is not None and recipe.agreement is not None:
         verdicts.append(verdict.of_agreement(agreed, bound=recipe.agreement.bound))
     if recipe.speed is not None:
@@ -89,7 +89,10 @@ def _few_shot_scores(names: tuple[str, str], results: Mapping[str, Any]) -> list
 
 
 def _accuracy_verdicts(
-    settings: Accuracy | None, scores: list[Score], lm_eval_baseline: Mapping[str, Any] | None
+    names: tuple[str, str],
+    settings: Accuracy | None,
+    scores: list[Score],
+    lm_eval_baseline: Mapping[str, Any] | None,
 ) -> list[verdict.Verdict]:
     verdicts = []
     for score in scores:
@@ -102,7 +105,7 @@ def _accuracy_verdicts(
             )
         else:
             subject, cut = "accuracy (SGLang's few-shot gsm8k)", 0.0
-        verdicts.append(verdict.of_accuracy(subject, score.found, margin=settings.margin, cut=cut))
+        verdicts.append(verdict.of_accuracy(subject, score.found, names=names, margin=settings.margin, cut=cut))
     return verdicts
 
 

@@ -69,7 +69,7 @@ def _speed(findings: Findings, path: Path) -> None:
     """Output throughput over the time of a token, a panel for each pair of lengths, a point for each concurrency."""
     lengths = list(dict.fromkeys((one.cell.input_len, one.cell.output_len) for one in findings.speed))
     figure, panels = plt.subplots(
-        1, len(lengths), figsize=(1 + 4.6 * len(lengths), 4.2), squeeze=False, layout="constrained"
+        1, len(lengths), figsize=(1 + 4.6 * len(lengths), 4.5), squeeze=False, layout="constrained"
     )
     for axes, (input_len, output_len) in zip(panels[0], lengths, strict=True):
         chosen = [one for one in findings.speed if (one.cell.input_len, one.cell.output_len) == (input_len, output_len)]
@@ -77,11 +77,13 @@ def _speed(findings: Findings, path: Path) -> None:
             _line(axes, chosen, side, name)
         axes.set_title(f"{input_len} tokens in, {output_len} out")
         axes.set_xlabel("mean time per output token, ms")
+        axes.margins(0.12)
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("output throughput, tokens/s")
-    panels[0][0].legend(loc="lower right")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
     figure.suptitle("Throughput against latency (numbers: concurrency; up and to the left is better)")
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)

@@ -59,7 +59,7 @@ def text(run: Run, findings: Findings, pictures: Sequence[str]) -> str:
     device = findings.settings["launch"]["device"] or "not known, the servers were running already"
     sections = [
         f"# {_title(run)}",
-        table(("", "verdict", ""), [(one.subject, f"**{one.word}**", one.reason) for one in findings.verdicts]),
+        table(("", "Verdict", "Figures"), [(one.subject, f"**{one.word}**", one.reason) for one in findings.verdicts]),
         f"{candidate} is judged, {baseline} is the baseline. Model {findings.servers[baseline]['model_path']}; "
         f"device: {device}; SGLang {findings.servers[baseline]['version']}.",
         *(_accuracy(findings) if findings.scores else ()),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
+from huggingface_hub.utils import logging as hub_logging
 
 import atom_plugin
 from atom_plugin.compare.failure import MeasureError
@@ -92,6 +93,7 @@ def check_model(model: str) -> None:
         return  # object stores: the server's own matter
     if not _HUB_ID.fullmatch(model):
         raise MeasureError(f"there is no folder {model}")
+    hub_logging.set_verbosity_error()  # one message, ours, and not one for each retry
     try:
         hf_hub_download(model, "config.json")
     except (OSError, ValueError) as error:

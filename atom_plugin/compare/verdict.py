@@ -19,8 +19,9 @@ CUT_SHARE = 0.01
 RULES = """\
 * **accuracy**, on the problems both variants answered: `worse` or `better` where McNemar's exact test gives p < 0.05;
   `same` where the 95% bootstrap interval of the difference lies within the margin of +-{margin:g} points; otherwise
-  `cannot tell`. Also `cannot tell` instead of `same` or `better` where the baseline has no more than the margin right
-  (there is nothing to lose) or more than 1% of its answers were cut off at the token limit.
+  `cannot tell`. A bootstrap knows nothing of disagreements that N problems did not show, so the interval reaches at
+  least 1 - 0.05^(1/N) to either side. `cannot tell`, instead of `same` or `better`, also where the baseline has no more
+  than the margin right (there is nothing to lose) or more than 1% of its answers were cut off at the token limit.
 * **agreement**: `same` where the mean absolute difference of logprobs is at most {bound:g} nats on prompts, on answers
   and in decoding before the first token that differs; otherwise `worse`. Single large differences and greedy answers
   that part are normal in 16 bits (two tokens, or two experts, that are nearly as likely) and are no part of it.
@@ -45,10 +46,14 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
     return 1 if WORSE in words else 2 if CANNOT_TELL in words else 0
 
 
-def of_accuracy(subject: str, found: Paired, *, margin: float, cut: float = 0.0) -> Verdict:
-    """Return the verdict on accuracy; ``margin`` in points, ``cut`` the share of the baseline's answers cut off."""
+def of_accuracy(subject: str, found: Paired, *, names: tuple[str, str], margin: float, cut: float = 0.0) -> Verdict:
+    """Return the verdict on accuracy.
+
+    ``names``: baseline, candidate; ``margin`` in points; ``cut``: the share of the baseline's answers cut off.
+    """
+    baseline, candidate = names
     figures = (
-        f"{100 * found.candidate:.1f}% against {100 * found.baseline:.1f}% of N={found.problems}, "
+        f"{candidate} {100 * found.candidate:.1f}%, {baseline} {100 * found.baseline:.1f}% of N={found.problems}, "
         f"difference {100 * found.difference:+.1f} points ({100 * found.low:+.1f} to {100 * found.high:+.1f}), "
         f"{found.only_baseline} problems lost and {found.only_candidate} won, McNemar p = {found.p:.2g}"
     )

@@ -13,7 +13,7 @@ def word(both: int, lost: int, won: int, neither: int, *, margin: float = 2, cut
     found = paired.compare(
         [1] * (both + lost) + [0] * (won + neither), [1] * both + [0] * lost + [1] * won + [0] * neither
     )
-    one = verdict.of_accuracy("accuracy", found, margin=margin, cut=cut)
+    one = verdict.of_accuracy("accuracy", found, names=("sglang", "atom"), margin=margin, cut=cut)
     return one.word, one.reason
 
 
