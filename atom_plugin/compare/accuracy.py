@@ -45,7 +45,7 @@ def run_lm_eval(server: Server, spec: lm_eval_gsm8k.Spec, folder: Path, show: Sh
     lm_eval_gsm8k.write_spec(path, spec)
     words = (sys.executable, "-m", "atom_plugin.compare.lm_eval_gsm8k", str(path))
     log = folder / f"{PARTS['lm-eval']}.log"
-    run_watched(Command(words, {}), log, folder=folder, check=server.check, show=show)
+    run_watched(Command(words, {}), log, folder=folder, watched=server, show=show)
 
 
 def lm_eval_command(spec: lm_eval_gsm8k.Spec) -> str:
@@ -80,7 +80,7 @@ def run_few_shot(server: Server, spec: few_shot.Spec, folder: Path, show: Show) 
     few_shot.write_spec(path, spec)
     words = (sys.executable, "-m", "atom_plugin.compare.few_shot", str(path))
     log = folder / f"{PARTS['sglang']}.log"
-    run_watched(Command(words, {}), log, folder=folder, check=server.check, show=show)
+    run_watched(Command(words, {}), log, folder=folder, watched=server, show=show)
 
 
 def few_shot_command(spec: few_shot.Spec) -> str:

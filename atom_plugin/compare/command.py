@@ -27,7 +27,8 @@ def compare(arguments: argparse.Namespace, recipe: Recipe, urls: dict[str, str])
     Raises MeasureError for what could not be measured, KeyboardInterrupt for a signal; no server is left either way.
     """
     for number in INTERRUPTS:
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _interrupt)
     _check_before_launching(arguments, recipe, urls)
     progress, out = Progress(Console()), arguments.out.resolve()
     with state.opened(out, settings_of(recipe, urls)) as store:

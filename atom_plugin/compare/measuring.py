@@ -70,7 +70,7 @@ def prepare_data(run: Run) -> None:
         words = (sys.executable, "-m", "atom_plugin.compare.dataset", str(run.data))
         with run.progress.step("GSM8K from the hub") as show:
             try:
-                run_watched(Command(words, {}), run.data / "hub.log", folder=run.data, check=lambda: None, show=show)
+                run_watched(Command(words, {}), run.data / "hub.log", folder=run.data, watched=None, show=show)
             except MeasureError as error:
                 raise MeasureError(
                     f"GSM8K ({dataset.HUB_NAME}) cannot be had from the hub; --dataset FILE.jsonl (lines of question "

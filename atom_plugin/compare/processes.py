@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -92,20 +93,32 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Watched(Protocol):
+    """What a command depends on while it runs, such as a server."""
+
+    def check(self) -> None:
+        """Raise MeasureError where it is gone."""
+
+    def check_after_failure(self) -> None:
+        """Raise MeasureError where it is gone or about to be, which then is what the command failed by."""
+
+
 def run_watched(
-    command: Command, log: Path, *, folder: Path, check: Callable[[], None], show: Callable[[str], None]
+    command: Command, log: Path, *, folder: Path, watched: Watched | None, show: Callable[[str], None]
 ) -> None:
     """Run a command to its end; MeasureError with the log's last error where it fails.
 
-    ``check`` is called all the while and may raise (a server that died); ``show`` gets the last line of the log.
+    ``watched`` is checked all the while; ``show`` gets the last line of the log.
     """
     with started(command, log, folder=folder) as process:
         while process.poll() is None:
-            check()
+            if watched is not None:
+                watched.check()
             show(last_line(log))
             time.sleep(POLL_SECONDS)
     if process.returncode != 0:
-        check()
+        if watched is not None:
+            watched.check_after_failure()
         raise MeasureError(f"{last_error(log)}\n(exit status {process.returncode}; the whole log: {log})")
 
 

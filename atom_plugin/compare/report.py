@@ -139,7 +139,8 @@ def _few_shot(findings: Findings) -> list[str]:
         for name, one in findings.few_shot.items()
     ]
     header = ("Variant", "Accuracy", "Invalid", "Latency", "Output throughput")
-    return ["SGLang's few-shot benchmark, which asks the problems that it shows as well:", table(header, rows)]
+    title = "SGLang's few-shot benchmark (it asks the problems that it shows as well, and counts no answers cut off):"
+    return [title, table(header, rows)]
 
 
 def _cut(findings: Findings) -> str:

@@ -19,6 +19,8 @@ from atom_plugin.compare.processes import POLL_SECONDS, Command, last_line, star
 from atom_plugin.recipe import Recipe
 
 HOST = "127.0.0.1"
+#: What SGLang may take to end after a scheduler has crashed; it looks at the crash first.
+END_SECONDS = 30.0
 #: Launch flags that a comparison sets itself, and what sets them.
 OURS = {"--model-path": "--model", "--model": "--model", "--port": "--port", "--host": "nothing: it is loopback"}
 
@@ -46,7 +48,7 @@ class Server:
         try:
             answer = requests.request(method, self.url + path, json=body, timeout=seconds)
         except requests.RequestException as error:
-            self.wait_for_end()
+            self.check_after_failure()
             raise MeasureError(f"the server {self.name} does not answer {self.url}{path}: {error}") from error
         if answer.status_code != 200:
             self.check()
@@ -59,12 +61,15 @@ class Server:
         """Return the name that requests of the OpenAI kind have to give."""
         return str(self.ask("/v1/models")["data"][0]["id"])
 
-    def wait_for_end(self) -> None:
-        """Raise as ``check`` does, with the time that a server which closed its connections takes to be gone."""
-        deadline = time.monotonic() + 5
+    def check_after_failure(self) -> None:
+        """Raise as ``check`` does for a server that no longer answers, after the time that it takes to be gone."""
+        if _is_up(self.url):
+            return
+        deadline = time.monotonic() + END_SECONDS
         while self.process is not None and time.monotonic() < deadline:
             self.check()
             time.sleep(POLL_SECONDS)
+        raise MeasureError(f"the server {self.name} no longer answers {self.url}/health")
 
 
 def why_not_flags(recipe: Recipe) -> str:

@@ -71,7 +71,7 @@ def command(settings: Speed, cell: Cell, repeat: int, *, server: Server, output:
 def measure(server: Server, asked: Command, output: Path, *, prompts: int, show: Show) -> dict[str, Any]:
     """Run the benchmark beside ``server`` and return its figures; MeasureError where a request failed."""
     output.unlink(missing_ok=True)  # it appends
-    run_watched(asked, output.with_suffix(".log"), folder=output.parent, check=server.check, show=show)
+    run_watched(asked, output.with_suffix(".log"), folder=output.parent, watched=server, show=show)
     result = json.loads(output.read_text())
     if result["completed"] != prompts:
         reasons = sorted({error.strip().splitlines()[-1] for error in result["errors"] if error.strip()})

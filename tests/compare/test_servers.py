@@ -74,20 +74,44 @@ def test_whatever_ends_the_block_the_whole_family_is_gone(
     assert not running_fakes()
 
 
-def test_a_harness_is_ended_when_its_server_dies(tmp_path: Path) -> None:
-    def died() -> None:
+class Gone:
+    """A server that has died, or is about to."""
+
+    def __init__(self, *, already: bool) -> None:
+        self.already = already
+
+    def check(self) -> None:
+        if self.already:
+            raise MeasureError("the server died")
+
+    def check_after_failure(self) -> None:
         raise MeasureError("the server died")
 
+
+FAILING = Command((sys.executable, "-c", "print('0%|   |\\r5%|   |'); raise ValueError('no such split')"), {})
+
+
+def test_a_harness_is_ended_when_its_server_dies(tmp_path: Path) -> None:
     sleeper = Command((sys.executable, str(FAKE), "0", "hang"), {})
     with pytest.raises(MeasureError, match="the server died"):
-        processes.run_watched(sleeper, tmp_path / "log", folder=tmp_path, check=died, show=silent)
+        processes.run_watched(sleeper, tmp_path / "log", folder=tmp_path, watched=Gone(already=True), show=silent)
     assert not running_fakes()
 
 
 def test_a_harness_that_fails_is_told_with_its_last_error(tmp_path: Path) -> None:
-    failing = Command((sys.executable, "-c", "print('0%|   |\\r5%|   |'); raise ValueError('no such split')"), {})
     with pytest.raises(MeasureError, match=r"ValueError: no such split\n\(exit status 1; the whole log: .*log\)"):
-        processes.run_watched(failing, tmp_path / "log", folder=tmp_path, check=lambda: None, show=silent)
+        processes.run_watched(FAILING, tmp_path / "log", folder=tmp_path, watched=None, show=silent)
+
+
+def test_a_harness_that_fails_by_a_dying_server_is_told_by_that(tmp_path: Path) -> None:
+    with pytest.raises(MeasureError, match="the server died"):
+        processes.run_watched(FAILING, tmp_path / "log", folder=tmp_path, watched=Gone(already=False), show=silent)
+
+
+def test_a_server_that_no_longer_answers_is_told(tmp_path: Path) -> None:
+    gone = servers.Server("atom", f"http://127.0.0.1:{servers.choose_port(None)}")
+    with pytest.raises(MeasureError, match="the server atom no longer answers"):
+        gone.ask("/server_info")
 
 
 def test_a_taken_port_is_refused_before_any_launch() -> None:
