@@ -32,7 +32,7 @@ def lengths(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Flag:
+class Option:
     """A flag that sets one field of a part's settings."""
 
     name: str
@@ -43,23 +43,25 @@ class Flag:
     many: bool = False
 
 
-FLAGS = (
-    Flag("--harness", "accuracy", "harness", str, "lm-eval, sglang (its developers' few-shot benchmark) or both", True),
-    Flag("--num-fewshot", "accuracy", "num_fewshot", int, "examples in each prompt"),
-    Flag("--limit", "accuracy", "limit", int, "problems to ask, the first ones; all of them without it"),
-    Flag("--concurrency", "accuracy", "concurrency", int, "requests at a time"),
-    Flag("--retries", "accuracy", "retries", int, "attempts at each request"),
-    Flag("--max-tokens", "accuracy", "max_tokens", int, "of an answer; the share that is cut off is reported"),
-    Flag("--margin", "accuracy", "margin", float, "points of accuracy that count as the same"),
-    Flag("--prompts", "agreement", "prompts", int, "problems, the first ones"),
-    Flag("--new-tokens", "agreement", "new_tokens", int, "greedy tokens after each prompt"),
-    Flag("--top-k", "agreement", "top_k", int, "likeliest tokens that the KL divergence sees"),
-    Flag("--bound", "agreement", "bound", float, "nats of mean logprob difference above which the variants disagree"),
-    Flag("--lengths", "speed", "lengths", lengths, "tokens in and out, as 1024/128", True),
-    Flag("--concurrencies", "speed", "concurrency", int, "requests at a time", True),
-    Flag("--prompts-per-slot", "speed", "prompts_per_slot", int, "requests for each of the concurrent ones"),
-    Flag("--repeats", "speed", "repeats", int, "runs of every cell"),
-    Flag("--speed-margin", "speed", "margin", float, "per cent of output throughput that counts as the same"),
+OPTIONS = (
+    Option(
+        "--harness", "accuracy", "harness", str, "lm-eval, sglang (its developers' few-shot benchmark) or both", True
+    ),
+    Option("--num-fewshot", "accuracy", "num_fewshot", int, "examples in each prompt"),
+    Option("--limit", "accuracy", "limit", int, "problems to ask, the first ones; all of them without it"),
+    Option("--concurrency", "accuracy", "concurrency", int, "requests at a time"),
+    Option("--retries", "accuracy", "retries", int, "attempts at each request"),
+    Option("--max-tokens", "accuracy", "max_tokens", int, "of an answer; the share that is cut off is reported"),
+    Option("--margin", "accuracy", "margin", float, "points of accuracy that count as the same"),
+    Option("--prompts", "agreement", "prompts", int, "problems, the first ones"),
+    Option("--new-tokens", "agreement", "new_tokens", int, "greedy tokens after each prompt"),
+    Option("--top-k", "agreement", "top_k", int, "likeliest tokens that the KL divergence sees"),
+    Option("--bound", "agreement", "bound", float, "nats of mean logprob difference above which the variants disagree"),
+    Option("--lengths", "speed", "lengths", lengths, "tokens in and out, as 1024/128", True),
+    Option("--concurrencies", "speed", "concurrency", int, "requests at a time", True),
+    Option("--prompts-per-slot", "speed", "prompts_per_slot", int, "requests for each of the concurrent ones"),
+    Option("--repeats", "speed", "repeats", int, "runs of every cell"),
+    Option("--speed-margin", "speed", "margin", float, "per cent of output throughput that counts as the same"),
 )
 
 
@@ -71,7 +73,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dataset", help="problems as JSON lines of question and answer; default: GSM8K from the hub")
     command.add_argument("--fewshot-dataset", help="problems that prompts show; default: the first of --dataset")
     command.add_argument(
-        "--variant", action="append", default=[], metavar="NAME=FLAGS",
+        "--variant", action="append", default=[], metavar="NAME=OPTIONS",
         help="a server's launch flags, in one word; twice, the baseline first (default: --model-impl sglang, atom)",
     )  # fmt: skip
     command.add_argument("--variants", nargs=2, metavar="NAME", help="two variants of the recipe, the baseline first")
@@ -84,7 +86,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--start-timeout", type=float, default=3600, help="seconds that a server may take to answer")
     for part, kind in PARTS.items():
         group, defaults = command.add_argument_group(part), asdict(kind())
-        for flag in FLAGS:
+        for flag in OPTIONS:
             if flag.part == part:
                 default = defaults[flag.field]
                 group.add_argument(
@@ -153,10 +155,10 @@ def _settings(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         raise RecipeError(f"{arguments.recipe} has no table of {', '.join(PARTS)}: add one, or give --parts")
     settings: dict[str, Any] = {}
     for part, kind in PARTS.items():
-        given = {flag.field: getattr(arguments, _attribute(flag.name)) for flag in FLAGS if flag.part == part}
+        given = {flag.field: getattr(arguments, _attribute(flag.name)) for flag in OPTIONS if flag.part == part}
         given = {name: value for name, value in given.items() if value is not None}
         if part not in parts and given:
-            names = ", ".join(flag.name for flag in FLAGS if flag.part == part and flag.field in given)
+            names = ", ".join(flag.name for flag in OPTIONS if flag.part == part and flag.field in given)
             raise RecipeError(f"{names}: for {part}, which is not run; add it to --parts")
         current = getattr(recipe, part) or kind()
         build(kind, given, key=part)  # refuses what a recipe would
