@@ -53,3 +53,10 @@ def test_kl_of_all_tokens_is_torchs_and_of_fewer_no_larger(scale: float) -> None
         part = agreement.kl_top(likeliest(one, k), likeliest(other, k))
         assert 0 <= part <= whole + 1e-9
     assert agreement.kl_top(likeliest(one, 10), likeliest(one, 10)) == pytest.approx(0, abs=1e-9)
+
+
+def test_kl_is_no_larger_where_the_candidate_does_not_list_a_token() -> None:
+    """Both have 0.3, 0.1 and the rest; only the candidate's second likeliest, 0.3 of its rest, is another token."""
+    baseline = [[math.log(0.3), 1], [math.log(0.1), 2]]
+    candidate = [[math.log(0.3), 1], [math.log(0.3), 9]]
+    assert agreement.kl_top(baseline, candidate) == 0

@@ -68,3 +68,11 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="no space"):
         state.write_whole(path, "new, which is longer")
     assert path.read_text() == "old"
+
+
+def test_a_reader_keeps_the_file_that_it_opened(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    state.write_whole(path, "old")
+    with path.open() as reader:
+        state.write_whole(path, "new")
+        assert reader.read() == "old" and path.read_text() == "new"
