@@ -109,7 +109,7 @@ def _accuracy(findings: Findings) -> list[str]:
     ]
     header = ("Paired", "N", f"right only with {baseline}", f"right only with {candidate}", "Difference (points)")
     paired = table((*header, "95% interval", "McNemar p"), rows)
-    return ["## Accuracy", *_lm_eval(findings), *_few_shot(findings), paired]
+    return ["## Accuracy", *_lm_eval(findings), *_few_shot(findings), "Problem by problem:", paired]
 
 
 def _lm_eval(findings: Findings) -> list[str]:
@@ -187,13 +187,14 @@ def _cell_columns(one: speed.CellSpeed) -> dict[str, int]:
 
 
 def _speed(findings: Findings, settings: Speed) -> list[str]:
-    shown = [*speed.LATENCIES, *speed.THROUGHPUTS]
+    output, total = speed.THROUGHPUTS
+    shown = [output, *speed.LATENCIES, total]
     columns = [f"{column} {name}" for column in shown for name in findings.names]
     rows = []
     for one in findings.speed:
         values = [f"{side[column]:.2f}" for column in shown for side in (one.baseline, one.candidate)]
-        rows.append((*_cell_columns(one).values(), *values, f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}"))
-    header = ("Input_Tokens", "Output_Tokens", "Max_Concurrency", "Num_Prompts", *columns, "Ratio", "Range")
+        rows.append((*_cell_columns(one).values(), f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}", *values))
+    header = ("Input_Tokens", "Output_Tokens", "Max_Concurrency", "Num_Prompts", "Ratio", "Range", *columns)
     return [
         "## Speed",
         f"Medians of {settings.repeats} runs; throughputs in tokens/s; ratio: output throughput of "

@@ -92,9 +92,8 @@ def test_tables_have_the_columns_that_engineers_paste(run: measuring.Run) -> Non
     assert "| atom | gsm8k | 3 | flexible-extract | 0 | exact_match | ↑ | 0.9900 | ± | 0.0123 |" in text
     assert "| sglang | 1.000 | 0.005 | 3.500 s | 99.500 token/s |" in text
     assert "atom 2 of 200 (1.0%)" in text
-    assert "| Input_Tokens | Output_Tokens | Max_Concurrency | Num_Prompts | Mean_TTFT_ms sglang |" in text
-    assert "| 256 | 16 | 8 | 32 | 12.35 | 12.35 |" in text
-    assert "| 2.00 | 1.98 to 2.02 |" in text
+    assert "| Input_Tokens | Output_Tokens | Max_Concurrency | Num_Prompts | Ratio | Range | Output_Throu" in text
+    assert "| 256 | 16 | 8 | 32 | 2.00 | 1.98 to 2.02 | 805.00 | 1610.00 | 12.35 | 12.35 | 1.24 | 0.62 |" in text
 
 
 def test_json_has_a_row_a_cell_with_the_ratio(run: measuring.Run) -> None:
