@@ -73,7 +73,6 @@ def test_a_taken_port(tmp_path: Path) -> None:
     ("module", "words", "name"),
     [
         ("lm_eval", (), "lm-eval"),
-        ("matplotlib", ("--parts", "speed"), "matplotlib"),
         ("sglang", ("--parts", "speed"), "sglang"),
     ],
 )
