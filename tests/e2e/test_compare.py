@@ -56,7 +56,13 @@ def start(out: Path, *words: str, flags: tuple[str, ...] = (), model: Path = MOD
         text=True,
         cwd=REPO,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        preexec_fn=hear_interrupts,
     )
+
+
+def hear_interrupts() -> None:
+    """Undo what a shell does to the children of a job in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
