@@ -146,6 +146,8 @@ def test_last_error_is_the_last_one_and_falls_back_to_the_end(tmp_path: Path) ->
     log = tmp_path / "log"
     log.write_text("ValueError: first\n  at x\n[2026-01-01 00:00:00] RuntimeError: second\nbye\n")
     assert last_error(log) == "[2026-01-01 00:00:00] RuntimeError: second\nbye"
+    log.write_text("ConnectionError: not yet\n[now] The server is fired up and ready to roll!\nGET /health\n")
+    assert last_error(log) == "GET /health"
     log.write_text("\n".join(f"line {i}" for i in range(20)))
     assert last_error(log).splitlines() == [f"line {i}" for i in range(14, 20)]
     log.write_text("")
