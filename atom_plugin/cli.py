@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 
 from atom_plugin import doctor
-from atom_plugin.recipe import AITERS, ARCHS, DTYPES
+from atom_plugin.compare import arguments as compare_arguments
+from atom_plugin.compare.failure import MeasureError
+from atom_plugin.recipe import AITERS, ARCHS, DTYPES, RecipeError
 
 #: What ``explain`` plans for where it is not told.
 PLAN_DEFAULTS: dict[str, object] = {
@@ -22,7 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(commands.add_parser("doctor", help="check what a launch needs; exit 1 on what would break it"))
     _add_explain(commands.add_parser("explain", help="print what a model gets and holds; exit 1 where it is refused"))
-    arguments = parser.parse_args(argv)
+    comparison = commands.add_parser("compare", help="accuracy, agreement and speed of two variants; exit 1 if worse")
+    compare_arguments.add_arguments(comparison)
+    ours, flags = compare_arguments.split_flags(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(ours)
+    if arguments.command == "compare":
+        return _compare(arguments, flags)
     run: Callable[[argparse.Namespace], int] = {"doctor": _doctor, "explain": _explain}[arguments.command]
     return run(arguments)
 
@@ -144,6 +151,20 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _misused(command: str, problem: str) -> int:
     print(f"atom-plugin {command}: {problem}", file=sys.stderr)
+    return 2
+
+
+def _compare(arguments: argparse.Namespace, flags: tuple[str, ...]) -> int:
+    try:
+        return compare_arguments.run(arguments, flags)
+    except (RecipeError, MeasureError) as error:
+        print(f"atom-plugin compare: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(
+            f"atom-plugin compare: interrupted; no server is left, finished parts are in {arguments.out}, "
+            f"and the same command goes on from there",
+            file=sys.stderr,
+        )
     return 2
 
 

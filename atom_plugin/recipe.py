@@ -76,7 +76,7 @@ class Speed:
     lengths: tuple[tuple[int, int], ...] = field(default=((1024, 1024),), metadata={"least": 1})
     concurrency: tuple[int, ...] = field(default=(1, 16, 64), metadata={"least": 1})
     prompts_per_slot: int = field(default=4, metadata={"least": 1})
-    repeats: int = field(default=3, metadata={"least": 1})
+    repeats: int = field(default=3, metadata={"least": 2})
     margin: float = field(default=5.0, metadata={"least": 0})
 
 
