@@ -120,7 +120,7 @@ def without_mscale(model: KimiK2ForCausalLM) -> None:
 
 def with_frequencies_in_another_order(model: KimiK2ForCausalLM) -> None:
     for layer in model.model.layers:
-        rotary = copy.copy(layer.self_attn.rotary_emb)  # SGLang hands the same one to every model
+        rotary = copy.deepcopy(layer.self_attn.rotary_emb)  # SGLang hands the same one to every model
         rotary.cos_sin_cache = torch.cat([half.flip(1) for half in rotary.cos_sin_cache.chunk(2, dim=1)], dim=1)
         layer.self_attn.rotary_emb = rotary
 
