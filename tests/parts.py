@@ -23,7 +23,13 @@ REPO = Path(__file__).parents[1]
 HOSTS = {"0.5.17": ("transformers==5.12.1", "tokenizers==0.22.2"), "0.5.21": (), "0.5.23": ()}
 #: What runs against another host: kits and backend, and one server. ``host-whole:`` adds what starts many processes.
 HOST_TESTS = ("tests/attention",)
-HOST_WHOLE = ("tests/register", "tests/platform", "tests/cpu_graph", "tests/e2e/test_refusals.py")
+HOST_WHOLE = (
+    "tests/register",
+    "tests/platform",
+    "tests/cpu_graph",
+    "tests/e2e/test_refusals.py",
+    "tests/e2e/test_kimi_on_triton.py",
+)
 HOST_SERVER = ("tests/e2e/test_corners.py", "-k", "moe-atom-atom")
 #: Two processes at once, each on one thread: these tests are many short processes, and importing SGLang is most of it.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
@@ -47,7 +53,7 @@ def lint() -> int:
 
 
 def host(version: str, *, whole: bool) -> int:
-    """Kits, backend tests and one server on another SGLang; ``whole``: registration, platform and refusals as well."""
+    """Kits, backend tests and one server on another SGLang; ``whole``: those of ``HOST_WHOLE`` as well."""
     folders = [unpacked(requirement) for requirement in (*HOSTS[version], f"sglang=={version}")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))}
     found = subprocess.run(

@@ -16,8 +16,9 @@ from transformers import DeepseekV3ForCausalLM
 from atom_plugin.layers import mla
 from atom_plugin.layers.mla import crossover, is_unabsorbed
 from atom_plugin.models.kimi_k2 import KimiK2ForCausalLM
-from tests.models import latent_world
-from tests.models.latent_world import CHUNK_TOKENS, YARN, ApartBackend, World
+from tests.models import latent_world, tiny_kimi
+from tests.models.latent_world import CHUNK_TOKENS, ApartBackend, World
+from tests.models.tiny_kimi import YARN
 
 #: fp32 against fp32, largest absolute difference of a logprob.
 LARGEST = 1e-4
@@ -51,8 +52,8 @@ def published() -> tuple[DeepseekV3ForCausalLM, KimiK2ForCausalLM]:
 
 
 def pair(**changes: Any) -> tuple[DeepseekV3ForCausalLM, KimiK2ForCausalLM]:
-    config = latent_world.make_config(**changes)
-    oracle = latent_world.make_oracle(config)
+    config = tiny_kimi.make_config(**changes)
+    oracle = tiny_kimi.make_oracle(config)
     return oracle, latent_world.make_ours(config, oracle)
 
 
@@ -119,7 +120,7 @@ def without_mscale(model: KimiK2ForCausalLM) -> None:
 
 def with_frequencies_in_another_order(model: KimiK2ForCausalLM) -> None:
     for layer in model.model.layers:
-        rotary = copy.copy(layer.self_attn.rotary_emb)  # SGLang hands the same one to every model
+        rotary = copy.deepcopy(layer.self_attn.rotary_emb)  # SGLang hands the same one to every model
         rotary.cos_sin_cache = torch.cat([half.flip(1) for half in rotary.cos_sin_cache.chunk(2, dim=1)], dim=1)
         layer.self_attn.rotary_emb = rotary
 

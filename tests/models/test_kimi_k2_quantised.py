@@ -16,7 +16,7 @@ from transformers import DeepseekV3Config
 
 from atom_plugin.models.kimi_k2 import KimiK2ForCausalLM, KimiK25ForConditionalGeneration
 from tests.configs import fixtures
-from tests.models import latent_world
+from tests.models import latent_world, tiny_kimi
 
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -29,7 +29,7 @@ def _one_process() -> Iterator[None]:
 
 def build(model_class: type[KimiK2ForCausalLM], quantization: dict[str, Any], **changes: Any) -> KimiK2ForCausalLM:
     """Return a model of a config that says ``quantization``, in bf16 as SGLang builds it."""
-    config = latent_world.make_config(quantization_config=quantization, **changes)
+    config = tiny_kimi.make_config(quantization_config=quantization, **changes)
     config.model_type, config.architectures = "kimi_k2", ["DeepseekV3ForCausalLM"]
     if model_class is KimiK25ForConditionalGeneration:
         text, config = config, DeepseekV3Config()
