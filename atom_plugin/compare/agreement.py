@@ -169,9 +169,9 @@ def kl_top(baseline: Sequence[Sequence[Any]], candidate: Sequence[Sequence[Any]]
     """
     listed = {token: logprob for logprob, token in candidate}
     least = min(listed.values())
-    p = [math.exp(logprob) for logprob, _ in baseline]
-    q = [math.exp(listed.get(token, least)) for _, token in baseline]
     in_both = sum(math.exp(listed[token]) for _, token in baseline if token in listed)
-    p_rest, q_rest = max(0.0, 1 - sum(p)), max(_ROUNDING, 1 - in_both)
-    pairs = [*zip(p, q, strict=True), (p_rest, q_rest)]
-    return max(0.0, sum(a * math.log(a / b) for a, b in pairs if a > 0))
+    p_rest, q_rest = 1 - sum(math.exp(logprob) for logprob, _ in baseline), max(_ROUNDING, 1 - in_both)
+    # by logs: a candidate that gives a token e**-800 has a probability of 0.0
+    found = sum(math.exp(logprob) * (logprob - listed.get(token, least)) for logprob, token in baseline)
+    found += p_rest * math.log(p_rest / q_rest) if p_rest > 0 else 0.0
+    return found if math.isnan(found) else max(0.0, found)

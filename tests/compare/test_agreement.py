@@ -63,6 +63,13 @@ def test_kl_is_no_larger_where_the_candidate_does_not_list_a_token() -> None:
     assert agreement.kl_top(baseline, candidate) == 0
 
 
+def test_kl_of_tokens_that_the_candidate_all_but_excludes_and_of_no_numbers() -> None:
+    baseline = [[math.log(0.5), 1], [math.log(0.25), 2]]
+    found = agreement.kl_top(baseline, [[0.0, 1], [-800.0, 2]])
+    assert found == pytest.approx(0.5 * math.log(0.5) + 0.25 * (math.log(0.25) + 800) + 0.25 * math.log(0.25e6))
+    assert math.isnan(agreement.kl_top(baseline, [[math.nan, 1], [-800.0, 2]]))
+
+
 def test_a_logprob_that_is_no_number_makes_the_mean_none() -> None:
     """SGLang's JSON has null for NaN."""
     answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-0.5, 2, None], [None, 3, None]]}}
