@@ -160,7 +160,7 @@ def _agreement(findings: Findings) -> list[str]:
     spreads = {
         "prompts, teacher-forced": found.prompts,
         f"greedy answers of {baseline}, teacher-forced": found.answers,
-        "greedy decoding, before the first token that differs": found.decoded,
+        "greedy decoding, to the first token that differs": found.decoded,
         f"for scale: {baseline} against itself, decoding against prefill": found.noise,
     }
     rows = [
