@@ -157,7 +157,7 @@ def _misused(command: str, problem: str) -> int:
 def _compare(arguments: argparse.Namespace, flags: tuple[str, ...]) -> int:
     try:
         return compare_arguments.run(arguments, flags)
-    except (RecipeError, MeasureError) as error:
+    except (RecipeError, MeasureError, OSError) as error:  # a disk that is full: 1 would say "worse"
         print(f"atom-plugin compare: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(

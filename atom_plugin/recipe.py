@@ -5,6 +5,7 @@ Every key is checked: a recipe with an unknown key or a value of the wrong type 
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 import typing
@@ -136,7 +137,8 @@ def load_recipe(path: Path | str) -> Recipe:
     for name in ("model", "dataset", "fewshot_dataset"):
         value = table.get(name)
         if isinstance(value, str) and (name != "model" or value.startswith((".", "~", "/"))):
-            table[name] = str((path.parent / Path(value).expanduser()).resolve())
+            # Path.expanduser would raise where there is no such user
+            table[name] = str((path.parent / os.path.expanduser(value)).resolve())
     try:
         recipe: Recipe = build(Recipe, table)
         if len(recipe.variants) < 2:

@@ -116,7 +116,7 @@ class MetadataBuilder:
         self._req_to_token = req_to_token
         self._page_size = page_size
         self._buffers: _Buffers | None = None
-        self._captured: dict[tuple[bool, int, int], DecodeMetadata | ExtendMetadata] = {}
+        self._captured: dict[tuple[bool, int | None, int, int], DecodeMetadata | ExtendMetadata] = {}
 
     @property
     def max_seq_len(self) -> int:
@@ -189,8 +189,9 @@ class MetadataBuilder:
         return ExtendMetadata(num_tokens=step.num_tokens, batch=batch, q_len=step.q_len)
 
 
-def _graph_of(step: _Step) -> tuple[bool, int, int]:
-    return step.is_decode, step.requests, step.num_tokens
+def _graph_of(step: _Step) -> tuple[bool, int | None, int, int]:
+    # with the q_len: a ragged step of as many tokens refills its bounds, and one of equal lengths counts on them
+    return step.is_decode, step.q_len, step.requests, step.num_tokens
 
 
 def _is_idle(forward_batch: Any) -> bool:

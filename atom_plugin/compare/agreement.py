@@ -100,7 +100,8 @@ class Spread:
 class Comparison:
     """Two variants' records compared; ``prompts`` and ``answers`` are teacher-forced.
 
-    ``decoded``: the candidate's own greedy tokens against the baseline's, before the first that differs.
+    ``decoded``: the candidate's own greedy tokens against the baseline's, to the first that differs; of that one what
+    the candidate gave it in decoding against what the baseline gives it in prefill.
     ``noise``: the baseline against itself, decoding against prefill of its answers. ``kl``: mean and largest
     KL divergence of the candidate from the baseline in nats, over the baseline's likeliest tokens and the rest as one.
     ``first_differs``: for each prompt the answer's first token that differs, None where none does.
@@ -131,6 +132,8 @@ def compare(baseline: Sequence[Record], candidate: Sequence[Record]) -> Comparis
         noise += [b - a for a, b in zip(one["forced"][split:], one["decoded"], strict=True)]
         same = _same_tokens(one["answer"], other["answer"])
         decoded += [b - a for a, b in zip(one["decoded"][:same], other["decoded"][:same], strict=True)]
+        if same < min(len(one["answer"]), len(other["answer"])):
+            decoded.append(_at_parting(other["decoded"][same], other["answer"][same], one["top"][split + same]))
         first_differs.append(None if same == len(one["answer"]) == len(other["answer"]) else same)
         divergence += [kl_top(a, b) for a, b in zip(one["top"], other["top"], strict=True)]
     return Comparison(
@@ -147,6 +150,17 @@ def compare(baseline: Sequence[Record], candidate: Sequence[Record]) -> Comparis
 def _same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens two answers begin with in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _at_parting(logprob: float, token: int, baseline: Sequence[Sequence[Any]]) -> float:
+    """Return how much likelier the candidate has its own ``token`` than the baseline, whose likeliest are given.
+
+    Small where two tokens are nearly as likely, and large where decoding is broken: all before it may come of prefill.
+    A lower bound, where the baseline does not list the token.
+    """
+    listed = {one: its for its, one in baseline}
+    apart = logprob - listed.get(token, min(listed.values()))
+    return 0.0 if token not in listed and apart < 0 else apart
 
 
 def _spread(differences: Sequence[float]) -> Spread:
@@ -169,9 +183,9 @@ def kl_top(baseline: Sequence[Sequence[Any]], candidate: Sequence[Sequence[Any]]
     """
     listed = {token: logprob for logprob, token in candidate}
     least = min(listed.values())
-    p = [math.exp(logprob) for logprob, _ in baseline]
-    q = [math.exp(listed.get(token, least)) for _, token in baseline]
     in_both = sum(math.exp(listed[token]) for _, token in baseline if token in listed)
-    p_rest, q_rest = max(0.0, 1 - sum(p)), max(_ROUNDING, 1 - in_both)
-    pairs = [*zip(p, q, strict=True), (p_rest, q_rest)]
-    return max(0.0, sum(a * math.log(a / b) for a, b in pairs if a > 0))
+    p_rest, q_rest = 1 - sum(math.exp(logprob) for logprob, _ in baseline), max(_ROUNDING, 1 - in_both)
+    # by logs: a candidate that gives a token e**-800 has a probability of 0.0
+    found = sum(math.exp(logprob) * (logprob - listed.get(token, least)) for logprob, token in baseline)
+    found += p_rest * math.log(p_rest / q_rest) if p_rest > 0 else 0.0
+    return found if math.isnan(found) else max(0.0, found)

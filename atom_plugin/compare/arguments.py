@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -127,7 +128,7 @@ def recipe_of(arguments: argparse.Namespace, flags: tuple[str, ...]) -> tuple[Re
 
     Raises RecipeError for arguments that do not go together.
     """
-    urls = dict(_named("--url", text) for text in arguments.url)
+    urls = _by_name("--url", arguments.url)
     if arguments.recipe is not None:
         recipe = load_recipe(arguments.recipe)
     elif arguments.model or urls:
@@ -184,8 +185,8 @@ def _variants(
             raise RecipeError("launch flags and --port are for servers that compare launches, not for those of --url")
         variants = {name: Variant(flags=()) for name in urls}
     elif arguments.variant:
-        named = [_named("--variant", text) for text in arguments.variant]
-        variants = {name: Variant(flags=tuple(shlex.split(flags))) for name, flags in named}
+        named = _by_name("--variant", arguments.variant)
+        variants = {name: Variant(flags=_words(name, flags)) for name, flags in named.items()}
     elif arguments.variants:
         unknown = [name for name in arguments.variants if name not in recipe.variants]
         if unknown:
@@ -201,11 +202,24 @@ def _variants(
     return variants
 
 
-def _named(flag: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise RecipeError(f"{flag} {text}: NAME=... is accepted")
-    return name, value.rstrip("/") if flag == "--url" else value
+def _by_name(flag: str, texts: list[str]) -> dict[str, str]:
+    """Return the values of a flag that takes NAME=VALUE, and no name twice."""
+    values: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(f"{flag} {text}: NAME=... is accepted")
+        if name in values:
+            raise RecipeError(f"{flag} {text}: {name} is there already; two different names are accepted")
+        values[name] = value.rstrip("/") if flag == "--url" else value
+    return values
+
+
+def _words(name: str, flags: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(flags))
+    except ValueError as error:
+        raise RecipeError(f"--variant {name}={flags}: not the words of a shell: {error}") from error
 
 
 def _attribute(flag: str) -> str:
@@ -214,4 +228,7 @@ def _attribute(flag: str) -> str:
 
 def _absolute(path: str | None) -> str | None:
     """Return a path that names the same from any folder; what is not there is left as it was given."""
-    return str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
+    if not path:
+        return path
+    there = Path(os.path.expanduser(path))  # Path's own raises where there is no such user
+    return str(there.resolve()) if there.exists() else path

@@ -121,7 +121,8 @@ def _lm_eval(findings: Findings) -> list[str]:
     for filter_name in sorted(results[0]["metrics"]):
         for name, one in findings.lm_eval.items():
             score = one["metrics"][filter_name]
-            value, stderr = f"{score['value']:.4f}", f"{score['stderr']:.4f}"
+            # lm-eval says N/A of one problem's
+            value, stderr = (of if isinstance(of, str) else f"{of:.4f}" for of in (score["value"], score["stderr"]))
             task = ("gsm8k", f"{one['task_version']:g}", filter_name, one["num_fewshot"], "exact_match", "↑")
             rows.append((name, *task, value, "±", stderr))
     header = ("Variant", "Tasks", "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr")
@@ -159,7 +160,7 @@ def _agreement(findings: Findings) -> list[str]:
     spreads = {
         "prompts, teacher-forced": found.prompts,
         f"greedy answers of {baseline}, teacher-forced": found.answers,
-        "greedy decoding, before the first token that differs": found.decoded,
+        "greedy decoding, to the first token that differs": found.decoded,
         f"for scale: {baseline} against itself, decoding against prefill": found.noise,
     }
     rows = [

@@ -96,6 +96,8 @@ def choose_port(wanted: int | None) -> int:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((HOST, wanted or 0))
+        except OverflowError as error:
+            raise MeasureError(f"--port {wanted}: 1 to 65535 is accepted") from error
         except OSError as error:
             raise MeasureError(
                 f"port {wanted} is taken ({error.strerror}): stop what listens there, give another --port, or none"

@@ -23,8 +23,8 @@ RULES = """\
   least 1 - 0.05^(1/N) to either side. `cannot tell`, instead of `same` or `better`, also where the baseline has no more
   than the margin right (there is nothing to lose) or more than 1% of its answers were cut off at the token limit.
 * **agreement**: `same` where the mean absolute difference of logprobs is at most {bound:g} nats on prompts, on answers
-  and in decoding before the first token that differs; otherwise `worse`. Single large differences and greedy answers
-  that part are normal in 16 bits (two tokens, or two experts, that are nearly as likely) and are no part of it.
+  and in decoding to the first token that differs, itself included; otherwise `worse`. Single large differences and
+  greedy answers that part are normal in 16 bits (two tokens, or two experts, that are nearly as likely).
 * **speed**, of output throughput: `worse` where some cell is slower by more than {speed_margin:g}% between any two
   repeats, or all cells together (geometric mean) are; `better` where all together are faster by more than that in the
   median and faster between any two repeats; `same` where they are within it between any two; otherwise `cannot tell`.

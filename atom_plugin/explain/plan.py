@@ -69,7 +69,7 @@ class Plan:
         for name, ranks in (("dp", self.dp), ("ep", self.ep)):
             if ranks < 1 or (self.tp > 0 and self.tp % ranks):
                 problems.append(f"--{name} {ranks} does not divide --tp {self.tp}")
-        if self.memory_gib is not None and not self.memory_gib > 0:
+        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
             problems.append(f"--memory {self.memory_gib}: takes GiB of one device")
         if not 0 < self.mem_fraction < 1:
             problems.append(f"--mem-fraction-static {self.mem_fraction}: takes a share between 0 and 1")

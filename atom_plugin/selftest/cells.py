@@ -80,7 +80,7 @@ class Cell:
         """Return the cell that ``to_json`` wrote."""
         values = json.loads(text)
         kind = PROBLEMS[values["op"]]
-        typed = {field.name: _typed(field.name, values["problem"][field.name]) for field in fields(kind)}
+        typed = {field.name: _typed(field.type, values["problem"][field.name]) for field in fields(kind)}
         pool, refused = Pool(**values["pool"]), tuple(values["refused"])
         return cls(**{**values, "problem": kind(**typed), "pool": pool, "refused": refused})
 
@@ -174,8 +174,8 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def _typed(name: str, value: Any) -> Any:
-    if not name.endswith("_dtype"):
+def _typed(kind: Any, value: Any) -> Any:
+    if kind != "torch.dtype":  # annotations are text
         return value
     dtype = vars(torch)[value]
     assert isinstance(dtype, torch.dtype), value

@@ -166,3 +166,18 @@ def test_a_replay_of_what_was_never_captured_is_refused() -> None:
 
 def test_padded_requests_have_length_one() -> None:
     assert World().backend().get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_a_ragged_batch_of_as_many_tokens_leaves_the_bounds_of_equal_ones_alone() -> None:
+    world = World()
+    backend = world.backend()
+    backend.init_cuda_graph_state(2, 8)
+    verify = StaticBatch(ForwardMode.TARGET_VERIFY, 2, 4)
+    backend.init_forward_metadata_out_graph(verify.batch, in_capture=True)
+    of_verify: Any = backend.forward_metadata
+    ragged = world.step(ForwardMode.EXTEND, [(world.add(9), 3), (world.add(2), 5)])
+    backend.init_forward_metadata_out_graph(ragged.batch, in_capture=True)
+    of_ragged: Any = backend.forward_metadata
+    backend.init_forward_metadata_out_graph(verify.batch)
+    assert backend.forward_metadata is of_verify and of_verify.batch.qo_indptr_B1.tolist() == [0, 4, 8]
+    assert of_ragged.q_len is None and of_ragged.batch.qo_indptr_B1.tolist() == [0, 3, 8]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from atom_plugin.compare import agreement
+from atom_plugin.compare import agreement, verdict
 from atom_plugin.recipe import Agreement
 
 
@@ -23,13 +23,23 @@ def test_each_part_is_counted_where_it_belongs() -> None:
     baseline = [record([1, 2, 3], [-1, -2, -0.5, -0.5, -0.5], [-0.5, -0.5, -0.6]), record([4], [-1, -1, -1], [-1])]
     candidate = [record([1, 9, 3], [-1, -2.5, -0.5, -0.6, -0.5], [-0.7, -0.1, -0.1]), record([4], [-1, -1, -1], [-1])]
     found = agreement.compare(baseline, candidate)
-    assert (found.prompts.tokens, found.answers.tokens, found.decoded.tokens, found.noise.tokens) == (4, 4, 2, 4)
+    assert (found.prompts.tokens, found.answers.tokens, found.decoded.tokens, found.noise.tokens) == (4, 4, 3, 4)
     assert found.prompts.mean == pytest.approx(0.5 / 4) and found.prompts.largest == pytest.approx(0.5)
     assert found.answers.mean == pytest.approx(0.1 / 4)
-    assert found.decoded.largest == pytest.approx(0.2)
+    assert found.decoded.largest == pytest.approx(math.log(1 / 0.4) - 0.1)  # 9 is not listed: at most as likely as 2
     assert found.noise.largest == pytest.approx(0.1)
     assert found.first_differs == [1, None]
     assert found.kl_largest == 0
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob", "word"), [(2, math.log(0.41), "same"), (77, math.log(0.99), "worse"), (77, math.nan, "worse")]
+)
+def test_decoding_that_is_broken_after_a_right_prefill(token: int, logprob: float, word: str) -> None:
+    """The first token of an answer is that of the prefill: it says nothing of decoding."""
+    one = record([1, 1, 1], [-0.5] * 5, [-0.5] * 3)
+    other = record([1, token, 5], [-0.5] * 5, [-0.5, logprob, -0.5])
+    assert verdict.of_agreement(agreement.compare([one] * 9, [other] * 9), bound=0.1).word == word
 
 
 def test_an_answer_that_ends_earlier_differs_there() -> None:
@@ -61,6 +71,13 @@ def test_kl_is_no_larger_where_the_candidate_does_not_list_a_token() -> None:
     baseline = [[math.log(0.3), 1], [math.log(0.1), 2]]
     candidate = [[math.log(0.3), 1], [math.log(0.3), 9]]
     assert agreement.kl_top(baseline, candidate) == 0
+
+
+def test_kl_of_tokens_that_the_candidate_all_but_excludes_and_of_no_numbers() -> None:
+    baseline = [[math.log(0.5), 1], [math.log(0.25), 2]]
+    found = agreement.kl_top(baseline, [[0.0, 1], [-800.0, 2]])
+    assert found == pytest.approx(0.5 * math.log(0.5) + 0.25 * (math.log(0.25) + 800) + 0.25 * math.log(0.25e6))
+    assert math.isnan(agreement.kl_top(baseline, [[math.nan, 1], [-800.0, 2]]))
 
 
 def test_a_logprob_that_is_no_number_makes_the_mean_none() -> None:

@@ -67,6 +67,12 @@ def test_variants_and_servers_of_the_command_line() -> None:
         ((), "a recipe, --model or two --url are needed"),
         (("--model", "m/m", "--variant", "a=--x"), "two variants of different names are compared, here are 1"),
         (("--model", "m/m", "--variant", "x"), "--variant x: NAME=... is accepted"),
+        (
+            ("--model", "m/m", "--variant", "a=--x", "--variant", "a=", "--variant", "b="),
+            "--variant a=: a is there alr",
+        ),
+        (("--url", "a=http://h:1", "--url", "a=http://h:2", "--url", "b=http://h:3"), "a is there already"),
+        (("--model", "m/m", "--variant", "a=--x '1", "--variant", "b="), "not the words of a shell: No closing quot"),
         (("--model", "m/m", "--variant", "../a=", "--variant", "b="), "variant '../a': letters, digits"),
         (("--model", "m/m", "--variant", "a=", "--url", "b=http://h:1"), "exclude each other"),
         (("--url", "a=http://h:1", "--url", "b=http://h:2", "--", "--tp-size", "2"), "not for those of --url"),

@@ -60,6 +60,17 @@ def test_a_broken_line(tmp_path: Path) -> None:
     assert f"{path}:501: answer is None" in said
 
 
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    said = compare(tmp_path, "--model", str(MODEL), "--parts", "speed")
+    assert "File exists" in said and str(tmp_path / "out") in said
+
+
+def test_a_home_of_nobody(tmp_path: Path) -> None:
+    said = compare(tmp_path, "--model", "~no-such-user/model", "--parts", "speed")
+    assert "there is no folder ~no-such-user/model" in said
+
+
 def test_a_taken_port(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -96,6 +96,14 @@ def test_tables_have_the_columns_that_engineers_paste(run: measuring.Run) -> Non
     assert "| 256 | 16 | 8 | 32 | 2.00 | 1.98 to 2.02 | 805.00 | 1610.00 | 12.35 | 12.35 | 1.24 | 0.62 |" in text
 
 
+def test_one_problem_has_no_standard_error(run: measuring.Run) -> None:
+    result = lm_eval_result(0)
+    result["metrics"]["flexible-extract"]["stderr"] = "N/A"
+    run.store.save("atom", accuracy.PARTS["lm-eval"], result)
+    report.write(run)
+    assert "| 1.0000 | ± | N/A |" in (run.store.folder / report.REPORT).read_text()
+
+
 def test_json_has_a_row_a_cell_with_the_ratio(run: measuring.Run) -> None:
     report.write(run)
     found = json.loads((run.store.folder / report.FIGURES).read_text())

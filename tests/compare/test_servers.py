@@ -123,6 +123,12 @@ def test_a_taken_port_is_refused_before_any_launch() -> None:
             servers.choose_port(port)
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(MeasureError, match=rf"--port {port}: 1 to 65535 is accepted"):
+        servers.choose_port(port)
+
+
 def test_a_url_without_a_server() -> None:
     port = servers.choose_port(None)
     with pytest.raises(MeasureError, match="is an SGLang server running there"):

@@ -136,6 +136,7 @@ def test_tokens_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ((str(MOE), "--tp", "4", "--ep", "3"), "--ep 3 does not divide --tp 4"),
         ((str(MOE), "--tp", "4", "--dp", "0"), "--dp 0 does not divide --tp 4"),
         ((str(MOE), "--memory", "0"), "--memory 0.0: takes GiB of one device"),
+        ((str(MOE), "--memory", "inf"), "--memory inf: takes GiB of one device"),
         ((str(MOE), "--mem-fraction-static", "1.5"), "--mem-fraction-static 1.5: takes a share between 0 and 1"),
         ((str(MOE), "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: use one of"),
         ((str(CONFIGS / "deepseek-ai--DeepSeek-V3.json"),), "with model_type 'deepseek_v3' is not one that"),

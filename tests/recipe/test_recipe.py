@@ -105,3 +105,9 @@ def test_anything_else_is_refused_by_file_and_key(tmp_path: Path, before: str, a
 def test_a_missing_file_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read as a TOML file"):
         load_recipe(tmp_path / "absent.toml")
+
+
+def test_a_home_of_nobody_is_a_path_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('title = "t"\nmodel = "~no-such-user/model"\n')
+    assert load_recipe(path).model == str(tmp_path / "~no-such-user" / "model")

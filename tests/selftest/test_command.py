@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from atom_plugin import cli
+from atom_plugin.attention.tables import TABLES
 from atom_plugin.selftest import command, parent
-from atom_plugin.selftest.cells import Cell, standard_cells
+from atom_plugin.selftest.cells import PROBLEMS, Cell, standard_cells
 
 REPO = Path(__file__).parents[2]
 PLANTED = Path(__file__).parent / "planted"
@@ -161,3 +162,11 @@ def values(error: float | None) -> dict[str, Any]:
 
 def test_json_has_no_infinity() -> None:
     assert values(float("inf"))["error"] is None and values(0.5)["error"] == 0.5
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm90", "gfx942", "gfx950"])
+def test_a_cell_reaches_its_process_as_it_is(arch: str) -> None:
+    cells = standard_cells(arch)
+    assert {cell.op for cell in cells} == set(PROBLEMS) == set(TABLES)
+    for cell in cells:
+        assert Cell.from_json(cell.to_json()) == cell
