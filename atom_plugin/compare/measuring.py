@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from atom_plugin.compare import accuracy, agreement, dataset, servers, speed
 from atom_plugin.compare.failure import MeasureError
@@ -18,6 +19,11 @@ from atom_plugin.recipe import Accuracy, Agreement, Recipe, Speed
 
 #: The part that holds what a server says of itself.
 SERVER = "server"
+#: Of what a server says of itself: what a reader compares first.
+SHOWN_OF_SERVER = (
+    "version", "model_impl", "attention_backend", "dtype", "kv_cache_dtype", "quantization", "page_size", "tp_size",
+    "ep_size", "dp_size",
+)  # fmt: skip
 #: The file with a launched server's command line, in the folder of its variant.
 COMMAND = "command.txt"
 #: What a server logs when our model is in it (``resolve``).
@@ -87,7 +93,10 @@ def measure(run: Run, name: str) -> None:
     with contextlib.ExitStack() as stack:
         with run.progress.step(f"{name}: server") as show:
             server = stack.enter_context(_server(run, name, show))
-            run.store.save(name, SERVER, server.ask("/server_info"))
+            info = server.ask("/server_info")
+            if run.store.has(name, SERVER):
+                _check_same_server(server, run.store.load(name, SERVER), info)
+            run.store.save(name, SERVER, info)
         for part in todo:
             with run.progress.step(f"{name}: {part.title}") as show:
                 try:
@@ -121,6 +130,20 @@ def _check_model_impl(server: Server, command: Command) -> None:
         raise MeasureError(
             f"{command} serves SGLang's own model: SGLang has not loaded atom-plugin, and would be compared with "
             f"itself. `atom-plugin doctor` says why."
+        )
+
+
+def _check_same_server(server: Server, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise MeasureError where the finished parts are of a server with other flags or another model."""
+    changed = [
+        f"{key} was {before.get(key)}, and is {now.get(key)}"
+        for key in ("model_path", *SHOWN_OF_SERVER)
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise MeasureError(
+            f"the server {server.name} at {server.url} is not the one that the finished parts were measured on: "
+            f"{'; '.join(changed)}. Give another --out"
         )
 
 

@@ -10,16 +10,11 @@ from typing import Any
 
 from atom_plugin.compare import accuracy, few_shot, lm_eval_gsm8k, plots, speed, verdict
 from atom_plugin.compare.findings import Findings, find
-from atom_plugin.compare.measuring import COMMAND, Run
+from atom_plugin.compare.measuring import COMMAND, SHOWN_OF_SERVER, Run
 from atom_plugin.compare.state import write_whole
 from atom_plugin.recipe import Accuracy, Agreement, Speed
 
 REPORT, FIGURES = "report.md", "report.json"
-#: Of what a server says of itself: what a reader compares first.
-SHOWN_OF_SERVER = (
-    "version", "model_impl", "attention_backend", "dtype", "kv_cache_dtype", "quantization", "page_size", "tp_size",
-    "ep_size", "dp_size",
-)  # fmt: skip
 
 
 def write(run: Run) -> list[verdict.Verdict]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from atom_plugin.compare.failure import MeasureError
 
-SETTINGS = "settings.json"
+SETTINGS, LOCK = "settings.json", ".lock"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -63,9 +63,9 @@ def opened(folder: Path, settings: Mapping[str, Any]) -> Iterator[Store]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
-    if not path.exists() and any(folder.iterdir()):
+    if not path.exists() and any(one.name != LOCK for one in folder.iterdir()):  # a run may have ended in between
         raise MeasureError(f"{folder} holds other files than a comparison's; give an --out that is empty or not there")
-    with (folder / ".lock").open("w") as lock:
+    with (folder / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

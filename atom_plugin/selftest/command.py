@@ -13,7 +13,7 @@ from atom_plugin.explain.check import plan_of
 from atom_plugin.explain.report import read_config
 from atom_plugin.recipe import RecipeError, load_recipe
 from atom_plugin.selftest.cells import Cell, Pool, Problem, standard_cells
-from atom_plugin.selftest.parent import HEADER, as_line, as_values, run_all
+from atom_plugin.selftest.parent import HEADER, as_line, as_values, ended_in_order, run_all
 
 
 class SelfTestError(ValueError):
@@ -41,9 +41,10 @@ def run(
 
     show(f"\nself-test of {len(cells)} calls on {arch}, each against its op's reference:\n{HEADER}")
     outcomes = []
-    for outcome in run_all(cells, time_limit):
-        outcomes.append(outcome)
-        show(as_line(outcome))
+    with ended_in_order():
+        for outcome in run_all(cells, time_limit):
+            outcomes.append(outcome)
+            show(as_line(outcome))
     counts = Counter(outcome.verdict for outcome in outcomes)
     show(f"self-test: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
     return [as_values(outcome) for outcome in outcomes], set(counts) == {"ok"}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from atom_plugin.selftest.cells import Cell
@@ -41,6 +42,22 @@ class Outcome:
     error: float | None = None
     share: float | None = None
     output: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that no row is left behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, leave) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_all(cells: Sequence[Cell], time_limit: float = TIME_LIMIT) -> Iterator[Outcome]:

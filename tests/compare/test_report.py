@@ -23,7 +23,7 @@ RECIPE = Recipe(
     agreement=Agreement(prompts=1),
     speed=SPEED,
 )
-INFO = dict.fromkeys(report.SHOWN_OF_SERVER, "x") | {"version": "0.5.23", "model_path": "tiny", "model_impl": "atom"}
+INFO = dict.fromkeys(measuring.SHOWN_OF_SERVER, "x") | {"version": "0.5.23", "model_path": "tiny", "model_impl": "atom"}
 
 
 def lm_eval_result(wrong: int) -> dict[str, Any]:

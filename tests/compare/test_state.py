@@ -48,6 +48,12 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_run_that_ended_before_its_settings_leaves_the_folder_usable(tmp_path: Path) -> None:
+    (tmp_path / state.LOCK).touch()
+    with state.opened(tmp_path, SETTINGS) as store:
+        assert store.folder == tmp_path
+
+
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with (
         state.opened(tmp_path, SETTINGS),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atom_plugin import host
-from atom_plugin.compare import few_shot, report, speed
+from atom_plugin.compare import few_shot, measuring, speed
 from atom_plugin.compare.servers import Server
 from atom_plugin.recipe import Speed
 from tests.host.wheel_source import WheelSource
@@ -47,7 +47,7 @@ def test_the_few_shot_benchmark_has_every_argument_and_figure(wheel: WheelSource
 def test_a_server_says_of_itself_what_the_report_shows(wheel: WheelSource) -> None:
     (args,) = [one for one in wheel.find("sglang.srt.server_args", "ServerArgs") if isinstance(one.node, ast.ClassDef)]
     fields = wheel.fields("sglang.srt.arg_groups.fields") | wheel.fields(args.module)
-    assert not {*report.SHOWN_OF_SERVER, "tokenizer_path", "model_path"} - fields - {"version"}
+    assert not {*measuring.SHOWN_OF_SERVER, "tokenizer_path", "model_path"} - fields - {"version"}
     assert {"/server_info", "/health", "/v1/models", "/generate"} <= strings(
         wheel, "sglang.srt.entrypoints.http_server"
     )
