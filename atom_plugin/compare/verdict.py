@@ -27,7 +27,8 @@ RULES = """\
   greedy answers that part are normal in 16 bits (two tokens, or two experts, that are nearly as likely).
 * **speed**, of output throughput: `worse` where some cell is slower by more than {speed_margin:g}% between any two
   repeats, or all cells together (geometric mean) are; `better` where all together are faster by more than that in the
-  median and faster between any two repeats; `same` where they are within it between any two; otherwise `cannot tell`.
+  median and faster between any two repeats; `same` where they are within it between any two; otherwise, and where a
+  cell is slower by more than that in its median, `cannot tell`.
 * Exit status: 1 where any verdict is `worse`, else 2 where any is `cannot tell`, else 0."""
 
 
@@ -113,6 +114,9 @@ def of_speed(found: Sequence[CellSpeed], *, margin: float) -> Verdict:
         return Verdict("speed", WORSE, f"{reason}; slower at {'; '.join(slower)}")
     if high < 1 - margin / 100:
         return Verdict("speed", WORSE, reason)
+    lost = [str(one.cell) for one in found if one.ratio < 1 - margin / 100]
+    if lost:
+        return Verdict("speed", CANNOT_TELL, f"{reason}; slower in the median at {'; '.join(lost)}; repeat more often")
     if low > 1 and ratio > 1 + margin / 100:
         return Verdict("speed", BETTER, reason)
     if low > 1 - margin / 100 and high < 1 + margin / 100:

@@ -80,32 +80,34 @@ class LatentAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             **host.attention_tp_group(),
         )
-        self.attn_mqa = RadixAttention(
-            self.heads,
-            latent_dim,
-            spec.softmax_scale,
-            num_kv_heads=1,
-            layer_id=layer_id,
-            v_head_dim=spec.kv_lora_rank,
-            prefix=f"{prefix}.attn_mqa",
-        )
+        self.norm_rope = self.choose_norm_rope()
+        self.attn_mqa = self.make_attention(layer_id, f"{prefix}.attn_mqa", absorbed=True)
         self.attn_mqa.norms_latents = True  # the backend names the row of latent_norm_rope beside its own
+        self.attn_mha = self.make_attention(layer_id, f"{prefix}.attn_mha", absorbed=False)
+
+    def choose_norm_rope(self) -> latent_norm_rope.LatentNormRope:
+        """Return the row that norms and rotates; NoKernelError where there is none."""
         problem = latent_norm_rope.LatentNormRopeProblem(
             arch=device.arch(),
             dtype=torch.get_default_dtype(),
             num_heads=self.heads,
-            kv_lora_rank=spec.kv_lora_rank,
-            rope_dim=spec.qk_rope_head_dim,
+            kv_lora_rank=self.spec.kv_lora_rank,
+            rope_dim=self.spec.qk_rope_head_dim,
         )
-        self.norm_rope = choose(latent_norm_rope.TABLE, problem, forced_rows()).load()
-        self.attn_mha = RadixAttention(
+        row: latent_norm_rope.LatentNormRope = choose(latent_norm_rope.TABLE, problem, forced_rows()).load()
+        return row
+
+    def make_attention(self, layer_id: int, prefix: str, *, absorbed: bool) -> RadixAttention:
+        """Return the attention over rows of the cache, or over keys and values of every head."""
+        spec = self.spec
+        return RadixAttention(
             self.heads,
-            spec.qk_head_dim,
+            spec.kv_lora_rank + spec.qk_rope_head_dim if absorbed else spec.qk_head_dim,
             spec.softmax_scale,
-            num_kv_heads=self.heads,
+            num_kv_heads=1 if absorbed else self.heads,
             layer_id=layer_id,
-            v_head_dim=spec.v_head_dim,
-            prefix=f"{prefix}.attn_mha",
+            v_head_dim=spec.kv_lora_rank if absorbed else spec.v_head_dim,
+            prefix=prefix,
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TD: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:

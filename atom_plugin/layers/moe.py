@@ -130,7 +130,7 @@ class SigmoidRoutedExperts(nn.Module):
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return [tokens, hidden_size], summed over the TP group; no rows are an empty routing, not an empty kernel."""
-        if device.is_capturing():
+        if device.overlaps_in_graph():
             main, side = torch.cuda.current_stream(), device.side_stream()
             side.wait_stream(main)
             with torch.cuda.stream(side):

@@ -92,6 +92,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> An
     raise AssertionError("waited for ten minutes")
 
 
+@pytest.mark.slow
 def test_sglang_and_atom_are_the_same(tmp_path: Path, problems: Path) -> None:
     """Both implementations on 200 problems: same, every file, and nothing to do for a second run."""
     out = tmp_path / "out"

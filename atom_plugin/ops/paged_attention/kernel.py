@@ -349,8 +349,7 @@ def paged_attention(
         return out_THD.zero_(), None if lse_TH is None else lse_TH.fill_(-torch.inf)
     if not scale * k_scale > 0:
         raise ValueError(f"paged_attention: scale {scale} times k_scale {k_scale} has to be positive")
-    group, requests = num_heads // kv_heads, batch.seq_lens_B.shape[0]
-    dot = dot_dtype(q_THD.dtype, k_pages.dtype)
+    group, requests, dot = num_heads // kv_heads, batch.seq_lens_B.shape[0], dot_dtype(q_THD.dtype, k_pages.dtype)
     shape = shape_for(
         device.arch(), rows=batch.max_q_len * group, all_rows=num_tokens * num_heads,
         head_dim=max(head_dim, v_dim), itemsize=dot.itemsize, float8=k_pages.dtype.itemsize == 1,
