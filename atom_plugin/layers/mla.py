@@ -139,7 +139,7 @@ class LatentAttention(nn.Module):
             kv,
             rotated,
             positions_T=positions_T,
-            cos_sin_cache=self.rotary_emb.cos_sin_cache,
+            cos_sin_cache=self.rotary_emb.get_buffer("cos_sin_cache"),
             kv_weight_C=self.kv_a_layernorm.weight,
             eps=LATENT_NORM_EPS,
         )

@@ -151,6 +151,7 @@ def test_a_signal_ends_the_row_that_runs(tmp_path: Path, number: signal.Signals)
     while not (rows := psutil.Process(process.pid).children()):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
+    time.sleep(1.0)  # Popen returns once the row has been exec'ed; a signal inside of it would come before the try
     process.send_signal(number)
     assert process.wait(30) == 128 + number
     assert not is_alive(rows[0].pid)
