@@ -55,8 +55,8 @@ def text(run: Run, findings: Findings, pictures: Sequence[str]) -> str:
     sections = [
         f"# {_title(run)}",
         table(("", "Verdict", "Figures"), [(one.subject, f"**{one.word}**", one.reason) for one in findings.verdicts]),
-        f"{candidate} is judged, {baseline} is the baseline. Model {findings.servers[baseline]['model_path']}; "
-        f"device: {device}; SGLang {findings.servers[baseline]['version']}.",
+        f"{candidate} is judged, {baseline} is the baseline; device: {device}; "
+        + "model {model_path}; SGLang {version}.".format_map(findings.servers[baseline]),
         *(_accuracy(findings) if findings.scores else ()),
         *(f"![{name}]({name})" for name in pictures if name == plots.ACCURACY),
         *(_agreement(findings) if findings.agreement is not None else ()),
@@ -121,7 +121,7 @@ def _lm_eval(findings: Findings) -> list[str]:
             task = ("gsm8k", f"{one['task_version']:g}", filter_name, one["num_fewshot"], "exact_match", "↑")
             rows.append((name, *task, value, "±", stderr))
     header = ("Variant", "Tasks", "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr")
-    title = f"lm-eval {results[0]['version']}, its own gsm8k through local-completions:"
+    title = "lm-eval {version}, its own gsm8k through local-completions:".format_map(results[0])
     return [title, table(header, rows), _cut(findings)]
 
 
@@ -168,8 +168,9 @@ def _agreement(findings: Findings) -> list[str]:
         "Absolute differences of logprobs, in nats:",
         table(("", "Tokens", "Mean", "p99", "Largest"), rows),
         f"Greedy answers that part: {len(differing)} of {prompts}{where}. "
-        f"KL({baseline} || {candidate}) a token, over the {findings.settings['agreement']['top_k']} likeliest tokens "
-        f"and the rest as one: mean {found.kl_mean:.2e}, largest {found.kl_largest:.2e}.",
+        f"KL({baseline} || {candidate}) a token, over the "
+        + "{top_k} likeliest tokens ".format_map(findings.settings["agreement"])
+        + f"and the rest as one: mean {found.kl_mean:.2e}, largest {found.kl_largest:.2e}.",
     ]
 
 

@@ -25,7 +25,8 @@ def doctor(
     }
     env["PYTHONPATH"] = os.pathsep.join(map(str, path or []))
     command = [python, "-m", "atom_plugin.cli", "doctor", *arguments]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    # not in the checkout: Python finds packages, and what pip wrote about them, where it is started
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, cwd=os.sep)
     return ran.returncode, ran.stdout, ran.stderr
 
 
