@@ -68,6 +68,7 @@ def settings_of(recipe: Recipe, urls: dict[str, str]) -> dict[str, Any]:
             "model_files": None if urls else software.model_files(Path(recipe.model)),
             "shared": recipe.shared,
             "environment": recipe.environment,
+            "exported": None if urls else software.exported(),
             "variants": [[name, asdict(variant)] for name, variant in recipe.variants.items()],
             "urls": urls,
             "versions": software.versions(),

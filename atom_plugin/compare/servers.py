@@ -75,8 +75,10 @@ class Server:
 def why_not_flags(recipe: Recipe) -> str:
     """Return what is wrong with the launch flags, "" where nothing is."""
     flags = [*recipe.shared, *(flag for variant in recipe.variants.values() for flag in variant.flags)]
-    for flag in flags:
-        name = flag.partition("=")[0]
+    for flag, after in zip(flags, [*flags[1:], ""], strict=True):
+        name, _, value = flag.partition("=")
+        if name == "--log-level" and (value or after) not in ("info", "debug"):
+            return f"--log-level {value or after}: a server says which model it serves at info or debug"
         if name in OURS:
             return f"{name} is among the launch flags, but compare sets it; use {OURS[name]}"
     return ""

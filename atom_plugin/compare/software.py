@@ -40,6 +40,10 @@ print("DEVICE" + json.dumps(gpus))
 """
 
 
+#: Of variables that servers read, and inherit.
+PREFIXES = ("ATOM_PLUGIN_", "SGLANG_", "AITER_")
+
+
 def missing(recipe: Recipe) -> list[str]:
     """Return what has to be installed for this comparison, by the names that pip takes."""
     needed = dict(NEEDED)
@@ -107,3 +111,8 @@ def model_files(model: Path) -> list[list[Any]] | None:
         return None
     paths = sorted(path for path in model.iterdir() if path.suffix in (".json", ".safetensors"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+
+def exported() -> dict[str, str]:
+    """Return the variables of this process that change what a server runs: ours, SGLang's and AITER's."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}

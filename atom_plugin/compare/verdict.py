@@ -21,7 +21,8 @@ RULES = """\
   `same` where the 95% bootstrap interval of the difference lies within the margin of +-{margin:g} points; otherwise
   `cannot tell`. A bootstrap knows nothing of disagreements that N problems did not show, so the interval reaches at
   least 1 - 0.05^(1/N) to either side. `cannot tell`, instead of `same` or `better`, also where the baseline has no more
-  than the margin right (there is nothing to lose) or more than 1% of its answers were cut off at the token limit.
+  than the margin right (there is nothing to lose) or more than 1% of its answers were cut off at the token limit, which
+  SGLang's few-shot benchmark does not tell.
 * **agreement**: `same` where the mean absolute difference of logprobs is at most {bound:g} nats on prompts, on answers
   and in decoding to the first token that differs, itself included; otherwise `worse`. Single large differences and
   greedy answers that part are normal in 16 bits (two tokens, or two experts, that are nearly as likely).

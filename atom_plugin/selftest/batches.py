@@ -53,10 +53,15 @@ def mixed_lengths(page_size: int, *, causal: bool) -> Lengths:
     return Lengths(q_lens=q_lens, seq_lens=seq_lens, orphans=3)
 
 
-def make_batch(lengths: Lengths, page_size: int, *, causal: bool, one_query_each: bool) -> tuple[PagedBatch, int]:
-    """Return (a batch on the CPU over shuffled pages, how many pages its pool has); page 0 is SGLang's dump."""
+def make_batch(
+    lengths: Lengths, page_size: int, *, causal: bool, one_query_each: bool, consecutive: bool = False
+) -> tuple[PagedBatch, int]:
+    """Return (a batch on the CPU, how many pages its pool has); page 0 is SGLang's dump.
+
+    Pages are shuffled, but with ``consecutive`` in order, as PagedBatch means it.
+    """
     counts = [-(-seq_len // page_size) for seq_len in lengths.seq_lens]
-    order = (torch.randperm(sum(counts)) + 1).tolist()
+    order = [page + 1 for page in (range(sum(counts)) if consecutive else torch.randperm(sum(counts)).tolist())]
     pages_BP = torch.full((len(counts), max(counts) + 1), UNUSED_PAGE, dtype=torch.int32)
     for request, count in enumerate(counts):
         pages_BP[request, :count] = torch.tensor(order[:count], dtype=torch.int32)
@@ -71,6 +76,7 @@ def make_batch(lengths: Lengths, page_size: int, *, causal: bool, one_query_each
         captured=False,
         one_query_each=one_query_each,
         causal=causal,
+        consecutive=consecutive,
     )
     return batch, sum(counts) + 1
 

@@ -68,7 +68,10 @@ def differences(cell: Cell) -> list[Difference]:
             return _latent_norm_rope(row, problem, tolerance)
         if isinstance(problem, MlaAttentionProblem):
             return _latent(row, problem, tolerance)
-        return _paged(row, problem, tolerance)
+        # keys that a model hands over lie in a row: extends over pages of one token are run both ways
+        both = problem.page_size == 1 and problem.phase == "extend" and not problem.captured
+        orders = (False, True) if both else (False,)
+        return [found for order in orders for found in _paged(row, problem, tolerance, consecutive=order)]
 
 
 def _dtype_of(
@@ -80,13 +83,15 @@ def _dtype_of(
     return problem.dtype if isinstance(problem, LatentNormRopeProblem) else problem.q_dtype
 
 
-def _paged(row: Any, problem: PagedAttentionProblem, tolerance: Tolerance) -> list[Difference]:
+def _paged(row: Any, problem: PagedAttentionProblem, tolerance: Tolerance, *, consecutive: bool) -> list[Difference]:
     page_size, is_decode = problem.page_size, problem.phase == "decode"
     if is_decode or problem.captured:
         lengths = equal_lengths(1 if is_decode else VERIFY_LEN, page_size)
     else:
         lengths = mixed_lengths(page_size, causal=problem.causal)
-    batch, num_pages = make_batch(lengths, page_size, causal=problem.causal, one_query_each=is_decode)
+    batch, num_pages = make_batch(
+        lengths, page_size, causal=problem.causal, one_query_each=is_decode, consecutive=consecutive
+    )
     k_scale, v_scale = (K_SCALE, V_SCALE) if problem.kv_dtype.itemsize == 1 else (1.0, 1.0)
     heads, kv_dtype = problem.num_kv_heads, problem.kv_dtype
     k = fill_pool(batch, num_pages, heads, problem.qk_head_dim, kv_dtype, KEY_STD / k_scale)

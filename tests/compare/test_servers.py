@@ -141,6 +141,14 @@ def test_flags_that_compare_sets_itself_are_refused(flag: str) -> None:
     assert f"{flag.partition('=')[0]} is among the launch flags" in servers.why_not_flags(recipe)
 
 
+@pytest.mark.parametrize("flags", [("--log-level", "warning"), ("--log-level=error",)])
+def test_a_log_that_would_not_say_what_is_served_is_refused(flags: tuple[str, ...]) -> None:
+    recipe = Recipe(title="", model="m", shared=("--tp-size", "2"), variants={"a": Variant(flags=flags)})
+    assert "a server says which model it serves at info or debug" in servers.why_not_flags(recipe)
+    at_info = Recipe(title="", model="m", shared=("--log-level", "info"), variants={"a": Variant(flags=("x",))})
+    assert servers.why_not_flags(at_info) == ""
+
+
 def test_a_command_line_reads_as_typed() -> None:
     variant = Variant(flags=("--json-model-override-args", '{"rope_theta": 5}'), environment={"A": "1"})
     recipe = Recipe(title="", model="m", shared=("--tp-size", "2"), environment={"B": "x y"}, variants={"a": variant})

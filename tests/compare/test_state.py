@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from atom_plugin.compare import state
+from atom_plugin.compare.command import settings_of
 from atom_plugin.compare.failure import MeasureError
+from atom_plugin.compare.software import exported
+from atom_plugin.recipe import Recipe, Variant
 
 SETTINGS = {"launch": {"model": "m", "variants": [["a", {"flags": ("--x",)}]]}, "speed": {"repeats": 3}}
 
@@ -82,3 +85,11 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path: Path) -> None:
     with path.open() as reader:
         state.write_whole(path, "new")
         assert reader.read() == "old" and path.read_text() == "new"
+
+
+def test_what_a_server_inherits_is_part_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume under another switch would mix two runs."""
+    monkeypatch.setenv("ATOM_PLUGIN_FUSE_QK_NORM_ROPE", "0")
+    recipe = Recipe(title="", model="m", variants={name: Variant(flags=()) for name in "ab"})
+    assert settings_of(recipe, {"a": "http://x", "b": "http://y"})["launch"]["exported"] is None
+    assert exported()["ATOM_PLUGIN_FUSE_QK_NORM_ROPE"] == "0" and "PATH" not in exported()

@@ -130,6 +130,16 @@ def test_mistakes_of_paged_attention(mode: str, fp8: bool, row: Any, planted: Ca
     assert worst(planted(cell_of("paged_attention", mode, fp8=fp8), row)) > 1
 
 
+def test_keys_in_a_row_are_tried_too(planted: Callable[[Cell, Any], Cell]) -> None:
+    """As an un-absorbed MLA layer hands them over: a mistake there alone is seen, and mistakes elsewhere still are."""
+
+    def wrong_in_a_row(q: Any, k: Any, v: Any, batch: Any, **how: Any) -> Any:
+        return (scaled(scale=1.3) if batch.consecutive else paged_attention)(q, k, v, batch, **how)
+
+    cell = cell_of("paged_attention", "paged_attention chunk of prefixes lse")
+    assert worst(cell) < 0.9 and worst(planted(cell, wrong_in_a_row)) > 1
+
+
 def test_mistakes_of_mla(planted: Callable[[Cell, Any], Cell]) -> None:
     def without_scale(*args: Any, **how: Any) -> Any:
         return mla_attention(*args, **{**how, "kv_scale": 1.0})
