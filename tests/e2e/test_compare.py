@@ -129,6 +129,7 @@ def test_a_server_that_refuses_to_start(tmp_path: Path, problems: Path) -> None:
     assert "--kv-cache-dtype fp8_e5m2: use one of auto" in error
 
 
+@pytest.mark.slow
 def test_a_death_and_an_interrupt_lose_no_finished_part(tmp_path: Path, problems: Path) -> None:
     """A server that is killed and a Ctrl-C end the command in order; the next run goes on from what was finished."""
     out = tmp_path / "out"

@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=["atom", pytest.param("sglang", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=CORNERS)
 def server(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -66,6 +66,7 @@ def server(
         yield running
 
 
+@pytest.mark.slow
 def test_logprobs(server: Server) -> None:
     """New prompts, the rest of one after a cached prefix (absorbed: too few queries to expand it), and decode."""
     checks.assert_fp32(checks.prefill_differences(server, NAME, sequences()), "prefill")

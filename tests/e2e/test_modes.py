@@ -12,9 +12,7 @@ from server import serve
 CHECKPOINT = "moe"
 ATOM = ("--model-impl", "atom", "--dtype", "float32")
 PAGES = {
-    "page 16, chunked prefill 64": ("--page-size", "16", "--chunked-prefill-size", "64"),
     "page 64, mixed chunks of 64": ("--page-size", "64", "--chunked-prefill-size", "64", "--enable-mixed-chunk"),
-    "page 128": ("--page-size", "128"),
     "page 1024": ("--page-size", "1024"),
     "no radix cache": ("--disable-radix-cache",),
 }
@@ -24,6 +22,8 @@ RANKS = {
     "attention DP 2, EP 2": ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
 MORE = {
+    "page 16, chunked prefill 64": ("--page-size", "16", "--chunked-prefill-size", "64"),
+    "page 128": ("--page-size", "128"),
     "no overlap": ("--disable-overlap-schedule",),
     "attention DP 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
