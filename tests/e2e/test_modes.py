@@ -92,6 +92,7 @@ def test_backend_for_one_phase_only(prefill: str, decode: str, tmp_path: Path) -
         checks.assert_serves_as_transformers(server, CHECKPOINT)
 
 
+@pytest.mark.slow
 def test_dense_tp(tmp_path: Path) -> None:
     """The dense twin, whose head is its embedding, over attention DP 2: the two are split in different ways."""
     with serve(oracle.CHECKPOINTS["dense"], *ATOM, *DENSE_RANKS, folder=tmp_path) as server:
