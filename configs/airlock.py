@@ -27,6 +27,11 @@ class Raw:
     as_published: bool
 
 
+#: What SGLang's get_quant_config leaves in the quantization_config of the object that models are built from: the config
+#: itself among it.
+SGLANG_NOTES = ("hf_config", "packed_modules_mapping")
+
+
 def read_any(config: Any) -> Raw:
     """Return the fields of ``config`` as they are, in new containers.
 
@@ -129,6 +134,9 @@ def _plain(value: Any) -> Any:
         # to_dict writes the model_type of the class, and drops what --json-model-override-args has set
         if name == "model_type" or hasattr(held, "to_dict"):
             stated[name] = held
+    quantization = stated.get("quantization_config")
+    if isinstance(quantization, Mapping) and "hf_config" in quantization:
+        stated["quantization_config"] = {k: v for k, v in quantization.items() if k not in SGLANG_NOTES}
     rope = stated.get("rope_parameters")
     if isinstance(rope, Mapping) and "type" in rope and rope["type"] != rope.get("rope_type", rope["type"]):
         # SGLang keeps the older key beside it, and an override leaves it behind with what its type has

@@ -13,22 +13,16 @@ nobody counts how many experts a batch reaches, and the latents. Writes benchmar
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).parents[2]
-CONFIG = REPO / "tests" / "fixtures" / "hf_configs" / "moonshotai--Kimi-K2-Instruct.json"
-RESULTS = REPO / "benchmarks" / "results" / "kimi_decode.json"
-READ_BYTES_PER_S = 4.4e12
+from steps import FIXTURES, READ_BYTES_PER_S, VARIANTS, measure, print_kernels, print_row, write_results
+
+CONFIG = FIXTURES / "moonshotai--Kimi-K2-Instruct.json"
 RANKS, LAYERS = 8, 4
 CELLS = [[batch, context] for context in (1024, 8192) for batch in (1, 16, 64)]
-VARIANTS: dict[str, dict[str, Any]] = {"atom": {"model_impl": "atom"}, "sglang": {"model_impl": "sglang"}}
 
 
 def rank_config(heads: int, fp8: bool) -> dict[str, Any]:
@@ -61,27 +55,12 @@ def limit_us(config: dict[str, Any], batch: int, context: int, fp8: bool) -> flo
     return 1e6 * (by_width * (1 if fp8 else 2) + 2 * (others + latents)) / READ_BYTES_PER_S
 
 
-def measure(folder: Path, variant: str, cells: list[list[int]], profile: list[list[int]]) -> list[dict[str, Any]]:
-    """Run one variant in a process of its own and return its rows; raises RuntimeError with what it printed last."""
-    config = json.loads((folder / "config.json").read_text())
-    engine = {
-        "model_path": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "log_level": "info",
-        "max_total_tokens": 600_000, "cuda_graph_bs_decode": sorted({batch for batch, _ in cells}),
-        "cuda_graph_max_bs_decode": max(batch for batch, _ in cells), "cuda_graph_backend_prefill": "disabled",
-        **VARIANTS[variant],
+def engine_flags(folder: Path) -> dict[str, Any]:
+    """Return what both are launched with."""
+    return {
+        "model_path": str(folder), "max_total_tokens": 600_000, "cuda_graph_bs_decode": sorted({b for b, _ in CELLS}),
+        "cuda_graph_max_bs_decode": max(b for b, _ in CELLS), "cuda_graph_backend_prefill": "disabled",
     }  # fmt: skip
-    job = {"engine": engine, "cells": cells, "vocab_size": config["vocab_size"], "profile": profile}
-    ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("step_runner.py"))], input=json.dumps(job), text=True,
-        capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=400,
-    )  # fmt: skip
-    if "RESULT" not in ran.stdout:
-        raise RuntimeError(f"{variant} gave no figures:\n{(ran.stdout + ran.stderr)[-4000:]}")
-    for line in (ran.stdout + ran.stderr).splitlines():
-        if any(word in line for word in ("attention backend", "attention_backend=", "--model-impl atom:")):
-            print(f"  {variant}: {line[:300]}")
-    rows: list[dict[str, Any]] = json.loads(ran.stdout.rsplit("RESULT", 1)[1])
-    return rows
 
 
 def table(heads: int, fp8: bool, rows: dict[str, list[dict[str, Any]]], config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,17 +77,8 @@ def table(heads: int, fp8: bool, rows: dict[str, list[dict[str, Any]]], config: 
                 "step_ratio": theirs["step_us"] / ours["step_us"],
             }
         )  # fmt: skip
-        print("| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in cells[-1].values()) + " |")
+        print_row(cells[-1])
     return cells
-
-
-def print_kernels(rows: list[dict[str, Any]], variant: str) -> None:
-    """Print the kernels of the profiled cells."""
-    for row in rows:
-        if row["kernels"]:
-            print(f"\n{variant}, batch {row['batch']}, context {row['context']}: us a step, calls, kernel")
-        for name, us, calls in row["kernels"][:40]:
-            print(f"{us:9.1f} {calls:6.1f}  {name[:130]}")
 
 
 def main() -> None:
@@ -126,23 +96,12 @@ def main() -> None:
                 config = rank_config(heads, fp8)
                 (Path(made) / "config.json").write_text(json.dumps(config))
                 profile = [[1, 1024], [64, 1024]] if arguments.kernels else []
-                rows = {variant: measure(Path(made), variant, CELLS, profile) for variant in VARIANTS}
+                job = {"cells": CELLS, "vocab_size": config["vocab_size"], "profile": profile}
+                rows = {one: measure(one, engine_flags(Path(made)), **job)["decode"] for one in VARIANTS}
             found += table(heads, fp8, rows, config)
             for variant, own in rows.items():
                 print_kernels(own, variant)
-    import sglang
-    import torch
-
-    RESULTS.write_text(
-        json.dumps(
-            {
-                "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(),
-                "versions": {"sglang": sglang.__version__, "torch": torch.__version__},
-                "command": "python " + " ".join(["benchmarks/gpu/kimi_decode.py", *sys.argv[1:]]), "rows": found,
-            },
-            indent=1,
-        )
-    )  # fmt: skip
+    write_results("kimi_decode", found)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,11 @@ def fill_cache(runner: Any) -> None:
             rows.copy_(drawn.to(torch.float8_e4m3fn).view(torch.uint8) if is_fp8 else drawn)
 
 
-def requests(runner: Any, batch_size: int, context: int, vocab_size: int) -> list[Any]:
-    """Return requests of ``context`` tokens of which all but the last are cached."""
+def requests(runner: Any, batch_size: int, context: int, vocab_size: int, *, cached: int) -> list[Any]:
+    """Return requests of ``context`` tokens of which the first ``cached`` are in the pool."""
     from sglang.benchmark.one_batch import Req, SamplingParams
 
     draw = random.Random(0)
-    cached = context - NEW_TOKENS
     made = []
     for number in range(batch_size):
         ids = array("q", [draw.randrange(vocab_size) for _ in range(context)])
@@ -83,7 +82,9 @@ class Decoder:
         self._runner = runner
         self._shape = (batch_size,)
         self._vocab_size = vocab_size
-        _, _, self._batch = runner.extend(requests(runner, batch_size, context, vocab_size))
+        _, _, self._batch = runner.extend(
+            requests(runner, batch_size, context, vocab_size, cached=context - NEW_TOKENS)
+        )
 
     def step(self) -> float:
         """Return the seconds of one step."""
@@ -109,7 +110,25 @@ def graph_us(runner: Any, rounds: int = 30) -> float:
     return statistics.median(spent)
 
 
-def kernels_of(decoder: Decoder, steps: int = 4) -> list[tuple[str, float, float]]:
+class Prefill:
+    """Prompts of ``context`` tokens, nothing of them cached; ``step`` computes them and waits for the GPU."""
+
+    def __init__(self, runner: Any, batch_size: int, context: int, vocab_size: int) -> None:
+        self._runner = runner
+        self._shape = (batch_size, context, vocab_size)
+
+    def step(self) -> float:
+        """Return the seconds of one prefill, the scheduler's work left out."""
+        self._runner.clear()
+        made = requests(self._runner, *self._shape, cached=0)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._runner.extend(made)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def kernels_of(decoder: Decoder | Prefill, steps: int = 4) -> list[tuple[str, float, float]]:
     """Return (kernel, us a step, calls a step), the longest first; kernels that run beside others count in full."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -125,11 +144,8 @@ def kernels_of(decoder: Decoder, steps: int = 4) -> list[tuple[str, float, float
     return sorted(((name, us, calls) for name, (us, calls) in sums.items()), key=lambda row: -row[1])
 
 
-def main() -> None:
-    """Run {"engine": flags, "cells": [[batch, context], ...], "vocab_size": n, "profile": [[batch, context], ...]}."""
-    job = json.load(sys.stdin)
-    runner = load(job["engine"])
-    fill_cache(runner)
+def decode_rows(runner: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the figures of the job's decode cells."""
     rows = []
     for batch_size, context in job["cells"]:
         decoder = Decoder(runner, batch_size, context, job["vocab_size"])
@@ -143,7 +159,37 @@ def main() -> None:
                 "kernels": kernels_of(decoder) if [batch_size, context] in job["profile"] else [],
             }
         )
-    print("RESULT" + json.dumps(rows), flush=True)
+    return rows
+
+
+def prefill_rows(runner: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the figures of the job's prefill cells, whose kernels are all profiled."""
+    rows = []
+    for batch_size, context in job["prefill"]:
+        prefill = Prefill(runner, batch_size, context, job["vocab_size"])
+        spent = [prefill.step() for _ in range(2 + 5)][2:]
+        rows.append(
+            {
+                "batch": batch_size,
+                "context": context,
+                "step_us": 1e6 * statistics.median(spent),
+                "kernels": kernels_of(prefill, steps=1),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run {"engine": flags, "cells": [[batch, context]], "prefill": ..., "vocab_size": n, "profile": [...]}."""
+    job = json.load(sys.stdin)
+    runner = load(job["engine"])
+    fill_cache(runner)
+    figures = {
+        "decode": decode_rows(runner, job),
+        "prefill": prefill_rows(runner, job),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+    print("RESULT" + json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

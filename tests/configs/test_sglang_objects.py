@@ -31,6 +31,25 @@ def test_config_object(name: str, tmp_path: Path) -> None:
     assert config.to_dict() == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen--Qwen3-235B-A22B-Instruct-2507-FP8",
+        "Qwen--Qwen3-235B-A22B-Instruct-2507-FP8.v5",
+        "moonshotai--Kimi-K2-Instruct",
+        "moonshotai--Kimi-K2-Thinking",
+        "moonshotai--Kimi-K2.5",
+    ],
+)
+def test_config_object_of_a_quantised_model(name: str, tmp_path: Path) -> None:
+    """What a model class gets from SGLang 0.5.17, whose get_quant_config writes into what it reads."""
+    config = get_config(folder_of(name, tmp_path), trust_remote_code=False)
+    text = config if hasattr(config, "quantization_config") else config.text_config
+    text.quantization_config |= {"packed_modules_mapping": {"qkv_proj": ["q_proj"]}, "hf_config": config}
+    assert load_spec(config) == GOLDENS[name.removesuffix(".v5")]
+    assert text.quantization_config["hf_config"] is config
+
+
 @pytest.mark.parametrize("name", fixtures.NEED_OVERRIDE)
 def test_resaved_kimi_k2(name: str, tmp_path: Path) -> None:
     """With the override of the refusal."""

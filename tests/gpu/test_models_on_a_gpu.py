@@ -34,7 +34,10 @@ def run_engine(
 
     ``tails``: {"cached": length of a prefix that is sent alone first, "ids": the prefix and what follows}.
     """
-    engine = {"mem_fraction_static": 0.5, "log_level": "info", "cuda_graph_backend_prefill": "disabled", **flags}
+    engine = {
+        "mem_fraction_static": 0.5, "max_total_tokens": 65536, "log_level": "info",
+        "cuda_graph_backend_prefill": "disabled", **flags,
+    }  # fmt: skip
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_logprobs.py"))],
         input=json.dumps(
