@@ -84,7 +84,7 @@ def _speed(findings: Findings, path: Path) -> None:
     panels[0][0].set_ylabel("output throughput, tokens/s")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
-    figure.suptitle("Throughput against latency (numbers: concurrency; up and to the left is better)")
+    figure.suptitle("Throughput against latency\nnumbers: concurrency; up and to the left is better", fontsize=11)
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)
 
