@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable
 
 from atom_plugin import doctor
@@ -165,6 +166,9 @@ def _compare(arguments: argparse.Namespace, flags: tuple[str, ...]) -> int:
             f"and the same command goes on from there",
             file=sys.stderr,
         )
+    except Exception:  # noqa: BLE001 - whatever it is, the exit status of a traceback would say "worse"
+        traceback.print_exc()
+        print("atom-plugin compare: the above is a fault of compare itself; nothing was judged", file=sys.stderr)
     return 2
 
 

@@ -5,6 +5,7 @@ Every key is checked: a recipe with an unknown key or a value of the wrong type 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -200,9 +201,12 @@ def _tuple(value: Any, inner: tuple[Any, ...], limits: Mapping[str, Any], *, key
     if limits and not value:
         raise RecipeError(f"{key} is empty: one or more are accepted")
     hints = inner[:1] * len(value) if same else inner
-    return tuple(
+    made = tuple(
         _value(one, hint, limits, key=f"{key}[{i}]") for i, (one, hint) in enumerate(zip(value, hints, strict=True))
     )
+    if same and limits and len(set(made)) < len(made):
+        raise RecipeError(f"{key} = {value!r}: one of them is there twice")
+    return made
 
 
 def _scalar(value: Any, hint: type[Any], limits: Mapping[str, Any], *, key: str) -> Any:
@@ -210,6 +214,8 @@ def _scalar(value: Any, hint: type[Any], limits: Mapping[str, Any], *, key: str)
     takes = (int, float) if hint is float else hint
     if isinstance(value, bool) or not isinstance(value, takes):
         raise RecipeError(f"{key} = {value!r}: {words[hint]} is accepted")
+    if hint is float and not math.isfinite(value):
+        raise RecipeError(f"{key} = {value!r}: a finite number is accepted")
     if "accepted" in limits and value not in limits["accepted"]:
         raise RecipeError(f"{key} = {value!r}: one of {', '.join(limits['accepted'])} is accepted")
     if "least" in limits and not value >= limits["least"]:

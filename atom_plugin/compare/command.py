@@ -29,6 +29,7 @@ def compare(arguments: argparse.Namespace, recipe: Recipe, urls: dict[str, str])
     for number in INTERRUPTS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _interrupt)
+    servers.reach_loopback_directly()
     _check_before_launching(arguments, recipe, urls)
     progress, out = Progress(Console()), arguments.out.resolve()
     with state.opened(out, settings_of(recipe, urls)) as store:

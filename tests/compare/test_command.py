@@ -106,3 +106,15 @@ def test_the_command_line_needs_nothing_of_compare_for_the_rest() -> None:
     program = "import sys; from atom_plugin import cli; print(sorted({m.split('.')[0] for m in sys.modules}))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not [name for name in ("torch", "rich", "scipy", "matplotlib", "requests") if f"'{name}'" in ran.stdout]
+
+
+def test_a_fault_of_our_own_is_not_worse(tmp_path: Path) -> None:
+    """Exit status 1 is a verdict; a traceback is none."""
+    planted = "from atom_plugin.compare import arguments\narguments.run = lambda *_: 1 / 0"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{planted}\nfrom atom_plugin import cli\nsys.exit(cli.main())", "compare",
+         "--out", str(tmp_path), "--model", str(MODEL)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 2, ran.stderr
+    assert "ZeroDivisionError" in ran.stderr and "a fault of compare itself; nothing was judged" in ran.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -166,3 +167,16 @@ def test_last_error_is_the_last_one_and_falls_back_to_the_end(tmp_path: Path) ->
     assert last_error(log).splitlines() == [f"line {i}" for i in range(14, 20)]
     log.write_text("")
     assert last_error(log) == "(the log is empty)"
+
+
+def test_loopback_is_not_asked_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens at the proxy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setenv("NO_PROXY", "")
+    with pytest.raises(MeasureError, match="did not answer"), serve(tmp_path, "serve", start_seconds=2):
+        pass
+    servers.reach_loopback_directly()
+    assert os.environ["no_proxy"] == "example.org,127.0.0.1" and os.environ["NO_PROXY"] == "127.0.0.1"
+    with serve(tmp_path, "serve") as server:
+        assert server.model() == "tiny"
