@@ -13,7 +13,14 @@ from atom_plugin import settings
 from atom_plugin.attention.kv_layout import KVScales
 from atom_plugin.attention.qk_norm_rope import QKNormRope, declared_by
 from atom_plugin.dispatch import Kernel, Table
-from atom_plugin.ops import latent_norm_rope, mla_attention, paged_attention, qk_norm_rope_store_kv, store_kv
+from atom_plugin.ops import (
+    few_token_experts,
+    latent_norm_rope,
+    mla_attention,
+    paged_attention,
+    qk_norm_rope_store_kv,
+    store_kv,
+)
 
 PHASES: tuple[Literal["decode", "extend"], ...] = ("decode", "extend")
 #: Queries of a request where a mode sets no bound.
@@ -27,6 +34,7 @@ TABLES: dict[str, Table[Any]] = {
         store_kv.TABLE,
         qk_norm_rope_store_kv.TABLE,
         latent_norm_rope.TABLE,
+        few_token_experts.TABLE,
     )
 }
 

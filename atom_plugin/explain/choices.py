@@ -10,7 +10,8 @@ from typing import Any
 from atom_plugin import aiter_lib
 from atom_plugin.attention.tables import AttendKey, LayerProblems, forced_rows, modes_of
 from atom_plugin.dispatch import Table
-from atom_plugin.explain.plan import ExplainedSpec, Plan, layers_of
+from atom_plugin.explain.plan import ExplainedSpec, Plan, experts_of, layers_of
+from atom_plugin.ops import few_token_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ def layer_modes(spec: ExplainedSpec, plan: Plan) -> Iterator[tuple[LayerProblems
                 if mode not in seen and not _is_left_out(key, plan.query_len):
                     seen.add(mode)
                     yield layer, mode, table, replace(problem, forced=forced.get(table.op))
+    experts, table = experts_of(spec, plan), few_token_experts.TABLE
+    if experts is not None:
+        yield layer, table.op, table, replace(experts, forced=forced.get(table.op))
 
 
 def choice_of(mode: str, table: Table[Any], problem: Any) -> Choice:

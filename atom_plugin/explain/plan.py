@@ -11,6 +11,7 @@ from atom_plugin.attention.limits import LayerOutline, latent_outlines, why_not_
 from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.configs import Qwen3MoeSpec, Qwen3Spec, ServedSpec
 from atom_plugin.configs.latent_moe import LatentMoeSpec
+from atom_plugin.ops.few_token_experts import QUANTISED, SPLIT, FewTokenExpertsProblem
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GIB = 1 << 30
@@ -124,3 +125,19 @@ def layers_of(spec: ExplainedSpec, plan: Plan) -> list[LayerProblems]:
         )
         for outline in outlines_of(spec, plan.attention_tp)
     ]
+
+
+def experts_of(spec: ExplainedSpec, plan: Plan) -> FewTokenExpertsProblem | None:
+    """Return the experts of one rank as our models ask for them, None where the model has none or is SGLang's own."""
+    if not (isinstance(spec, ServedSpec) and isinstance(spec, Qwen3MoeSpec | LatentMoeSpec)):
+        return None
+    reasons = [QUANTISED] if spec.quantization is not None else []
+    return FewTokenExpertsProblem(
+        arch=plan.arch,
+        dtype=plan.q_dtype,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.moe_intermediate_size * plan.ep // plan.tp,
+        num_experts=spec.num_experts // plan.ep,
+        top_k=spec.num_experts_per_tok,
+        why_not_plain=tuple(reasons + [SPLIT] * (plan.ep > 1)),
+    )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
@@ -11,8 +16,34 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
 from atom_plugin import device, host
+from atom_plugin.attention.tables import choose, forced_rows
 from atom_plugin.layers.mlp import GatedMLP
 from atom_plugin.layers.parallel import reduce_feed_forward
+from atom_plugin.ops import few_token_experts
+from atom_plugin.ops.few_token_experts import MOST_TOKENS, FewTokenExpertsProblem
+
+logger = logging.getLogger(__name__)
+
+
+def choose_few_token_experts(experts: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    """Return what runs ``experts`` for at most MOST_TOKENS tokens and their routing; raises NoKernelError."""
+    problem = FewTokenExpertsProblem(
+        arch=device.arch(),
+        dtype=torch.get_default_dtype(),
+        hidden_size=experts.hidden_size,
+        intermediate_size=experts.intermediate_size_per_partition,
+        num_experts=experts.num_local_experts,
+        top_k=experts.top_k,
+        why_not_plain=tuple(host.why_not_plain_experts(experts)),
+    )
+    row = choose(few_token_experts.TABLE, problem, forced_rows())
+    _say(row.name)
+    return functools.partial(row.load(), experts)
+
+
+@functools.cache
+def _say(row: str) -> None:
+    logger.info("experts of up to %d tokens: few_token_experts=%s", MOST_TOKENS, row)
 
 
 class SoftmaxRoutedExperts(nn.Module):
@@ -45,6 +76,7 @@ class SoftmaxRoutedExperts(nn.Module):
             prefix=f"{prefix}.experts",
         )
         host.bind_topk(self.topk, self.experts)
+        self.few_token_experts = choose_few_token_experts(self.experts)
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return [tokens, hidden_size], summed over the TP group; no rows are an empty routing, not an empty kernel."""
@@ -53,7 +85,8 @@ class SoftmaxRoutedExperts(nn.Module):
             routing = self.topk(hidden_TD, router_logits_TE)
         else:
             routing = self.topk.empty_topk_output(hidden_TD.device)
-        return reduce_feed_forward(self.experts(hidden_TD, routing))
+        run = self.few_token_experts if hidden_TD.shape[0] <= MOST_TOKENS else self.experts
+        return reduce_feed_forward(run(hidden_TD, routing))
 
 
 class SigmoidRouter(nn.Module):
@@ -120,6 +153,7 @@ class SigmoidRoutedExperts(nn.Module):
             prefix=f"{prefix}.experts",
         )
         host.bind_topk(self.topk, self.experts)
+        self.few_token_experts = choose_few_token_experts(self.experts)
         self.shared_experts = GatedMLP(
             hidden_size=hidden_size,
             intermediate_size=num_shared_experts * intermediate_size,
@@ -147,5 +181,6 @@ class SigmoidRoutedExperts(nn.Module):
             routing = self.topk(hidden_TD, self.gate(hidden_TD))
         else:
             routing = self.topk.empty_topk_output(hidden_TD.device)
-        routed_TD: torch.Tensor = self.experts(hidden_TD, routing)
+        run = self.few_token_experts if hidden_TD.shape[0] <= MOST_TOKENS else self.experts
+        routed_TD: torch.Tensor = run(hidden_TD, routing)
         return routed_TD

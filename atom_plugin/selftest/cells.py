@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from atom_plugin.attention.limits import LayerOutline, latent_outlines
 from atom_plugin.attention.tables import TABLES, LayerProblems, modes_of
 from atom_plugin.dispatch import Kernel
+from atom_plugin.ops import few_token_experts
+from atom_plugin.ops.few_token_experts import FewTokenExpertsProblem
 from atom_plugin.ops.latent_norm_rope import LatentNormRopeProblem
 from atom_plugin.ops.mla_attention import MlaAttentionProblem
 from atom_plugin.ops.paged_attention import PagedAttentionProblem
@@ -19,7 +21,12 @@ from atom_plugin.ops.qk_norm_rope_store_kv import QKNormRopeStoreKVProblem
 from atom_plugin.ops.store_kv import StoreKVProblem
 
 Problem = (
-    PagedAttentionProblem | MlaAttentionProblem | QKNormRopeStoreKVProblem | StoreKVProblem | LatentNormRopeProblem
+    PagedAttentionProblem
+    | MlaAttentionProblem
+    | QKNormRopeStoreKVProblem
+    | StoreKVProblem
+    | LatentNormRopeProblem
+    | FewTokenExpertsProblem
 )
 PROBLEMS: dict[str, type[Problem]] = {
     "paged_attention": PagedAttentionProblem,
@@ -27,6 +34,7 @@ PROBLEMS: dict[str, type[Problem]] = {
     "qk_norm_rope_store_kv": QKNormRopeStoreKVProblem,
     "store_kv": StoreKVProblem,
     "latent_norm_rope": LatentNormRopeProblem,
+    "few_token_experts": FewTokenExpertsProblem,
 }
 
 
@@ -109,6 +117,8 @@ class Cell:
             return f"{dims} {_short(problem.q_dtype)}/{_short(problem.kv_dtype)} p{problem.page_size}"
         if isinstance(problem, LatentNormRopeProblem):
             return f"{problem.num_heads}x{problem.kv_lora_rank}+{problem.rope_dim} {_short(problem.dtype)}"
+        if isinstance(problem, FewTokenExpertsProblem):
+            return f"{problem.num_experts}x{problem.hidden_size}x{problem.intermediate_size} {_short(problem.dtype)}"
         dtype = problem.kv_dtype if isinstance(problem, StoreKVProblem) else problem.qkv_dtype
         pool = self.pool
         return f"{pool.heads}x{pool.k_dim} {_short(dtype)}/{_short(problem.pool_dtype)} p{pool.page_size}"
@@ -138,7 +148,7 @@ def standard_cells(arch: str) -> list[Cell]:
         Cell(op=table.op, mode=mode, row=kernel.name, problem=problem, pool=Pool.of(layer))
         for layer, mode, table, problem in _standard_modes(arch)
         for kernel in table.kernels
-        if not kernel.why_not(problem)
+        if kernel.name != few_token_experts.SGLANG and not kernel.why_not(problem)
     ]
     return list({(cell.row, cell.problem, cell.pool if cell.stores() else None): cell for cell in cells}.values())
 
@@ -163,6 +173,11 @@ def _standard_modes(arch: str) -> Iterator[tuple[LayerProblems, str, Any, Any]]:
             for mode, table, problem, key in modes_of(layer, captured=captured, has_sinks=False):
                 if not captured or key is not None:  # a store is the same problem in a graph
                     yield layer, mode, table, problem
+    experts = FewTokenExpertsProblem(
+        arch=arch, dtype=torch.bfloat16, hidden_size=256, intermediate_size=96, num_experts=16, top_k=4
+    )
+    for forced in (None, "triton"):
+        yield layer, "few_token_experts", few_token_experts.TABLE, replace(experts, forced=forced)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -176,7 +191,7 @@ def _plain(value: Any) -> Any:
 
 def _typed(kind: Any, value: Any) -> Any:
     if kind != "torch.dtype":  # annotations are text
-        return value
+        return tuple(value) if isinstance(value, list) else value
     dtype = vars(torch)[value]
     assert isinstance(dtype, torch.dtype), value
     return dtype

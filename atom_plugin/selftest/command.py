@@ -11,6 +11,7 @@ from atom_plugin.dispatch import NoKernelError, Table
 from atom_plugin.explain import ExplainedSpec, layer_modes
 from atom_plugin.explain.check import plan_of
 from atom_plugin.explain.report import read_config
+from atom_plugin.ops import few_token_experts
 from atom_plugin.recipe import RecipeError, load_recipe
 from atom_plugin.selftest.cells import Cell, Pool, Problem, standard_cells
 from atom_plugin.selftest.parent import HEADER, as_line, as_values, ended_in_order, run_all
@@ -64,9 +65,10 @@ def recipe_cells(recipe: str, config: str | None, arch: str) -> list[Cell]:
         if not isinstance(spec, ExplainedSpec):
             raise SelfTestError(f"{source}: nothing of atom-plugin runs this architecture")
         plan = plan_of(loaded).on(arch)
-        return [
+        cells = [
             _cell_of(mode, table, problem, Pool.of(layer)) for layer, mode, table, problem in layer_modes(spec, plan)
         ]
+        return [cell for cell in cells if cell.row != few_token_experts.SGLANG]  # which is not ours to test
     except (RecipeError, ConfigError) as error:
         raise SelfTestError(str(error)) from error
     except ValueError as error:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from atom_plugin import device
 from atom_plugin.dispatch import Tolerance
+from atom_plugin.ops.few_token_experts import MOST_TOKENS, FewTokenExpertsProblem
+from atom_plugin.ops.few_token_experts.reference import few_token_experts as few_token_experts_reference
 from atom_plugin.ops.indices import TokenSlots
 from atom_plugin.ops.latent_norm_rope import LatentNormRopeProblem
 from atom_plugin.ops.latent_norm_rope.reference import latent_norm_rope as latent_norm_rope_reference
@@ -66,6 +69,8 @@ def differences(cell: Cell) -> list[Difference]:
             return [difference for is_neox in (True, False) for difference in _norm_rope(row, cell, tolerance, is_neox)]
         if isinstance(problem, LatentNormRopeProblem):
             return _latent_norm_rope(row, problem, tolerance)
+        if isinstance(problem, FewTokenExpertsProblem):
+            return _few_token_experts(row, problem, tolerance)
         if isinstance(problem, MlaAttentionProblem):
             return _latent(row, problem, tolerance)
         # keys that a model hands over lie in a row: extends over pages of one token are run both ways
@@ -75,12 +80,16 @@ def differences(cell: Cell) -> list[Difference]:
 
 
 def _dtype_of(
-    problem: PagedAttentionProblem | MlaAttentionProblem | QKNormRopeStoreKVProblem | LatentNormRopeProblem,
+    problem: PagedAttentionProblem
+    | MlaAttentionProblem
+    | QKNormRopeStoreKVProblem
+    | LatentNormRopeProblem
+    | FewTokenExpertsProblem,
 ) -> torch.dtype:
     """Return the dtype that a row states its tolerance for."""
     if isinstance(problem, QKNormRopeStoreKVProblem):
         return problem.qkv_dtype
-    return problem.dtype if isinstance(problem, LatentNormRopeProblem) else problem.q_dtype
+    return problem.dtype if isinstance(problem, LatentNormRopeProblem | FewTokenExpertsProblem) else problem.q_dtype
 
 
 def _paged(row: Any, problem: PagedAttentionProblem, tolerance: Tolerance, *, consecutive: bool) -> list[Difference]:
@@ -314,6 +323,20 @@ def _latent_norm_rope(row: Any, problem: LatentNormRopeProblem, tolerance: Toler
         compare("rows of the cache", rows, expected_rows, tolerance),
         compare("rotated queries", rotated, expected_rotated, tolerance),
     ]
+
+
+def _few_token_experts(row: Any, problem: FewTokenExpertsProblem, tolerance: Tolerance) -> list[Difference]:
+    hidden, width, experts = problem.hidden_size, problem.intermediate_size, problem.num_experts
+    ids = torch.stack([torch.randperm(experts)[: problem.top_k] for _ in range(MOST_TOKENS)]).int()
+    ids[-1] = -1  # a padded token of a graph
+    x = (2 * torch.randn(MOST_TOKENS, 64 + hidden)).to(problem.dtype)[:, 64:]  # a part of a wider row
+    weights = torch.rand(MOST_TOKENS, problem.top_k)
+    w13 = (torch.randn(experts, 2 * width, hidden) / hidden**0.5).to(problem.dtype)
+    w2 = (torch.randn(experts, hidden, width) / width**0.5).to(problem.dtype)
+    at = device.torch_device()
+    layer = SimpleNamespace(w13_weight=w13.to(at), w2_weight=w2.to(at))
+    done = row(layer, x.to(at), SimpleNamespace(topk_weights=weights.to(at), topk_ids=ids.to(at)))
+    return [compare("sums of experts", done.cpu(), few_token_experts_reference(x, weights, ids, w13, w2), tolerance)]
 
 
 def _floats(pages: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from atom_plugin.attention.tables import LayerKernels, LayerProblems
 from atom_plugin.cli import ARCHS
 from atom_plugin.configs import load_spec
 from atom_plugin.explain import Plan, explain, outlines_of
-from atom_plugin.ops import paged_attention, qk_norm_rope_store_kv, store_kv
+from atom_plugin.ops import few_token_experts, paged_attention, qk_norm_rope_store_kv, store_kv
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf_configs"
 MOE, BIG = CONFIGS / "Qwen--Qwen3-30B-A3B.json", CONFIGS / "Qwen--Qwen3-235B-A22B-FP8.json"
@@ -59,7 +59,7 @@ def test_the_choice_is_that_of_a_launch() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_row_is_chosen_or_refused_with_a_reason(arch: str) -> None:
     for choice in explain(load_spec(BIG), Plan(arch=arch, tp=8, kv_cache_dtype="fp8_e4m3", page_size=16)):
-        tables = (paged_attention.TABLE, qk_norm_rope_store_kv.TABLE, store_kv.TABLE)
+        tables = (paged_attention.TABLE, qk_norm_rope_store_kv.TABLE, store_kv.TABLE, few_token_experts.TABLE)
         (table,) = (table for table in tables if choice.mode.split()[0] == table.op)
         names = table.names()
         assert choice.row in names

@@ -31,6 +31,8 @@ def test_every_mode_has_a_row(model: Path, arch: str, query_len: int) -> None:
     found = choices(model, arch=arch, kv_cache_dtype="fp8_e4m3", query_len=query_len)
     if model == K2:  # our model's own op; K3's is SGLang's
         assert found.pop("latent_norm_rope").row == "triton"
+        experts = found.pop("few_token_experts")
+        assert experts.row == "sglang" and any("quantised" in reason for reason in experts.refused["triton"])
     verify = {"mla_attention verify of 8", "mla_attention verify of 8 in a graph", "mla_attention extend"}
     assert found.keys() == (ONE if query_len == 1 else {"store_kv", *verify, *UNABSORBED})
     rows = {mode: choice.row for mode, choice in found.items()}
@@ -62,7 +64,9 @@ def test_verify_of_a_bfloat16_cache(plan: dict[str, object], row: str) -> None:
 
 
 def test_without_a_query_length_no_verify_is_shown() -> None:
-    assert choices(K2, arch="sm90").keys() == {*ONE, "latent_norm_rope", "mla_attention extend", *UNABSORBED}
+    assert choices(K2, arch="sm90").keys() == {
+        *ONE, "few_token_experts", "latent_norm_rope", "mla_attention extend", *UNABSORBED
+    }  # fmt: skip
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

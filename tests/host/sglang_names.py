@@ -38,6 +38,8 @@ OBJECTS_OF = {
     "atom_plugin/host.py": {
         "topk": "sglang.srt.layers.moe.topk.TopK",
         "experts": "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE",
+        "method": "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod",
+        "moe": "sglang.srt.layers.moe.moe_runner.runner.MoeRunner",
         "pool": "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool",
         "backend": "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend "
         "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend "

@@ -297,6 +297,24 @@ def latent_norm_rope_calls() -> dict[str, Callable[[], object]]:
     }
 
 
+def few_token_experts_calls() -> dict[str, Callable[[], object]]:
+    """Return name -> a call of the launcher: Qwen3-30B-A3B's experts, and Kimi-K2's as one rank of eight has them."""
+    from atom_plugin.ops.few_token_experts import kernel
+
+    def call(*, tokens: int, hidden: int, width: int, top_k: int = 8) -> Callable[[], object]:
+        x, w13, w2 = (
+            empty(*shape, dtype=torch.bfloat16)
+            for shape in ((tokens, hidden), (4, 2 * width, hidden), (4, hidden, width))
+        )
+        weights, ids = empty(tokens, top_k, dtype=torch.float32), empty(tokens, top_k, dtype=torch.int32)
+        return lambda: kernel.few_token_experts(x, weights, ids, w13, w2)
+
+    return {
+        "4 tokens, 2,048 x 768": call(tokens=4, hidden=2048, width=768),
+        "1 token, 7,168 x 256": call(tokens=1, hidden=7168, width=256),
+    }
+
+
 def ragged_calls() -> dict[str, Callable[[], object]]:
     """Return name -> a call of a launcher."""
     from atom_plugin.ops.indices import PageTable
@@ -313,6 +331,7 @@ def ragged_calls() -> dict[str, Callable[[], object]]:
 
 def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
     """Return (kernel module, name) -> a call of one of its launchers, for every kernel of ours."""
+    from atom_plugin.ops.few_token_experts import kernel as few_token_experts
     from atom_plugin.ops.latent_norm_rope import kernel as latent_norm_rope
     from atom_plugin.ops.mla_attention import kernel as mla_attention
     from atom_plugin.ops.paged_attention import kernel as paged_attention
@@ -326,6 +345,7 @@ def all_calls(arch: str) -> dict[tuple[ModuleType, str], Callable[[], object]]:
         store_kv: store_kv_calls(arch),
         qk_norm_rope_store_kv: qk_norm_rope_store_kv_calls(arch),
         latent_norm_rope: latent_norm_rope_calls(),
+        few_token_experts: few_token_experts_calls(),
         ragged: ragged_calls(),
     }
     return {(module, name): call for module, named in calls.items() for name, call in named.items()}

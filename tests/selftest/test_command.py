@@ -179,5 +179,6 @@ def test_json_has_no_infinity() -> None:
 @pytest.mark.parametrize("arch", ["cpu", "sm90", "gfx942", "gfx950"])
 def test_a_cell_reaches_its_process_as_it_is(arch: str) -> None:
     cells = standard_cells(arch)
-    assert {cell.op for cell in cells} == set(PROBLEMS) == set(TABLES)
+    elsewhere = {"few_token_experts"} if arch == "cpu" else set()  # a CPU always runs SGLang's layer
+    assert {cell.op for cell in cells} | elsewhere == set(PROBLEMS) == set(TABLES)
     assert [Cell.from_json(cell.to_json()) for cell in cells] == cells
