@@ -76,8 +76,10 @@ def test_the_reference_is_transformers_block() -> None:
 def test_what_is_not_plain_goes_through_sglangs_layer() -> None:
     """And a CPU always does."""
     problem = FewTokenExpertsProblem(
-        arch="sm90", dtype=torch.bfloat16, hidden_size=2048, intermediate_size=768, top_k=8
+        arch="sm90", dtype=torch.bfloat16, hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8
     )
-    assert TABLE.choose(problem).name == "triton"
+    assert TABLE.choose(problem).name == "sglang"
+    problem = replace(problem, forced="triton")
+    assert TABLE.choose(problem, "triton").name == "triton"
     for other in ({"arch": "cpu"}, {"why_not_plain": ("they are in FP8",)}, {"dtype": torch.float64}):
         assert TABLE.choose(replace(problem, **other)).name == "sglang"

@@ -7,9 +7,9 @@ import sys
 
 _PROGRAM = """
 import importlib.util, sys
-from atom_plugin.ops import indices, mla_attention, paged_attention, qk_norm_rope_store_kv, store_kv
-for op in (paged_attention, mla_attention, qk_norm_rope_store_kv, store_kv):
-    for kernel in op.TABLE.kernels:
+from atom_plugin.attention.tables import TABLES
+for op in TABLES.values():
+    for kernel in op.kernels:
         if not kernel.name.startswith("aiter_"):
             kernel.load()
         elif importlib.util.find_spec("aiter") is None:
