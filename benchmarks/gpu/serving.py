@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -63,13 +64,17 @@ def run_compare(arguments: argparse.Namespace) -> dict[str, float]:
     peak: dict[str, float] = json.loads(kept.read_text()) if kept.is_file() else {}
     start = time.time()
     process = subprocess.Popen(compare_command(arguments))
-    while process.poll() is None:
-        used = gpu_gib()
-        running = serving_now(arguments.work / "compare", start)
-        if used is not None and running is not None and used > peak.get(running, 0.0):
-            peak[running] = used
-            kept.write_text(json.dumps(peak))
-        time.sleep(POLL_SECONDS)
+    try:
+        while process.poll() is None:
+            used = gpu_gib()
+            running = serving_now(arguments.work / "compare", start)
+            if used is not None and running is not None and used > peak.get(running, 0.0):
+                peak[running] = used
+                kept.write_text(json.dumps(peak))
+            time.sleep(POLL_SECONDS)
+    finally:  # a comparison that is told to end stops its server first
+        process.terminate()
+        process.wait()
     return peak
 
 
@@ -102,6 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/serving_SHAPE.json")
     parser.add_argument("flags", nargs="*", help="of both launches, after --")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     config = json.loads(arguments.config.read_text()) if arguments.config else shape(48, fp8=arguments.fp8)
     name = arguments.config.parent.name if arguments.config else f"qwen3-30b-a3b-{'fp8' if arguments.fp8 else 'bf16'}"
     make_model(arguments.work / "model", config)

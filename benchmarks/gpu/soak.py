@@ -1,13 +1,14 @@
 """Minutes of a crowded server: mixed lengths, clients that go away, retractions, and a probe that must not change.
 
     PYTHONPATH=. python benchmarks/gpu/soak.py [--minutes 10] [--concurrency 64] [--model FOLDER] [--out FILE]
-        [--max-total-tokens 12288] [-- more launch flags, such as --device cpu]
+        [--max-total-tokens 12288] [--longest-prompt 1000] [--longest-answer 800] [-- more launch flags]
 
 Launches ``--model-impl atom`` with a KV pool that is too small for its clients, so that SGLang retracts requests. Every
 client sends one request after the other: most are answered, of the rest some close their stream and some are aborted by
-id. A word problem is asked all the while: alone, at the beginning and the end, with nothing cached, its greedy answer
-and all logprobs must be the same to the bit; in the crowd, where bf16 depends on the batch, its tokens until two are
-within 0.5 nats, and its logprobs by 0.05 in the mean. Afterwards the server must be idle, SGLang's own check must have
+id. Half a question is asked all the while: alone, at the beginning and the end, with nothing cached, its greedy answer
+and all logprobs must be the same to the bit. In the crowd bf16 depends on the batch, and swaps an expert now and then:
+there the logprobs of one answer may differ by 0.3 in the mean, those of all by 0.05, and two tokens that are swapped by
+2 nats; another request's keys make much more. Afterwards the server must be idle, SGLang's own check must have
 found no slot leaked, and nothing may have crashed; retractions and aborts must have happened. Writes
 benchmarks/results/soak.json; exit status 1 with what is wrong.
 """
@@ -37,22 +38,23 @@ from atom_plugin.compare.processes import Command
 from tests.plugin_folder import make_plugin
 
 TINY = REPO / "examples" / "tiny-qwen3-moe"
-NEAR_TIE, MEAN_APART = 0.5, 0.05
+#: Nats: between tokens that are swapped, mean of one probe's logprobs, mean of all probes' in the crowd.
+NEAR_TIE, PROBE_APART, MEAN_APART = 2.0, 0.3, 0.05
 #: Token ids of the clients' prompts; every tokenizer has so many.
 VOCAB = 600
-LONGEST_PROMPT, LONGEST_ANSWER = 1500, 400
 PROBE_EVERY, ROW_EVERY = 3.0, 10.0
-#: What no log of a healthy server holds.
+#: What SGLang logs once it serves, and what no log of a healthy server holds after it.
+IS_UP = "The server is fired up"
 CRASHES = re.compile(r"memory leak detected|Traceback \(most recent call last\)|CUDA error|Scheduler hit an exception")
 
 
 class Probe:
-    """The word problem, and how far its answers are from the first."""
+    """Half a word problem, of whose next words no model is sure, and how far its answers are from the first."""
 
     def __init__(self, server: servers.Server) -> None:
         self._server = server
-        problem = json.loads((TINY / "heldout.jsonl").read_text().splitlines()[0])
-        self._prompt = f"Question: {problem['question']}\nAnswer:"
+        question = json.loads((TINY / "heldout.jsonl").read_text().splitlines()[0])["question"]
+        self._prompt = f"Question: {question[: len(question) // 2]}"
         self.first = self.ask()
 
     def ask(self) -> dict[str, Any]:
@@ -92,8 +94,9 @@ class Probe:
 class Crowd:
     """Clients in threads of their own, until ``stop``; ``counts`` says how their requests ended."""
 
-    def __init__(self, url: str, concurrency: int) -> None:
+    def __init__(self, url: str, *, concurrency: int, longest_prompt: int, longest_answer: int) -> None:
         self._url, self._stop = url, threading.Event()
+        self._longest_prompt, self._longest_answer = longest_prompt, longest_answer
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._threads = [threading.Thread(target=self._client, args=(seed,)) for seed in range(concurrency)]
@@ -108,16 +111,16 @@ class Crowd:
         assert not any(thread.is_alive() for thread in self._threads), "clients wait for answers that do not come"
 
     def _client(self, seed: int) -> None:
-        draw = random.Random(seed)
-        shared = [draw.randrange(2, VOCAB) for _ in range(LONGEST_PROMPT)]
+        draw, of_four = random.Random(seed), random.Random(-1 - seed % 4)
+        shared = [of_four.randrange(2, VOCAB) for _ in range(self._longest_prompt)]
         number = 0
         while not self._stop.is_set():
             number += 1
-            new = [draw.randrange(2, VOCAB) for _ in range(draw.choice((1, 7, 60, 300)))]
-            ids = shared[: draw.choice((0, 33, 500, LONGEST_PROMPT - 300))] + new
+            new = [draw.randrange(2, VOCAB) for _ in range(draw.choice((1, 7, 60, self._longest_prompt // 4)))]
+            ids = shared[: draw.choice((0, 33, self._longest_prompt // 3, self._longest_prompt * 3 // 4))] + new
             sampling = {
-                "temperature": draw.choice((0, 1)), "max_new_tokens": draw.randrange(1, LONGEST_ANSWER),
-                "ignore_eos": True,
+                "temperature": draw.choice((0, 1)), "ignore_eos": True,
+                "max_new_tokens": draw.randrange(1, self._longest_answer + 1),
             }  # fmt: skip
             body = {"rid": f"soak-{seed}-{number}", "input_ids": ids, "sampling_params": sampling}
             how = draw.choices((self._answered, self._closed, self._aborted), (8, 1, 1))[0]
@@ -135,7 +138,7 @@ class Crowd:
         self.counts["answered"] += 1
 
     def _closed(self, body: dict[str, Any], draw: random.Random) -> None:
-        body["sampling_params"]["max_new_tokens"] = LONGEST_ANSWER
+        body["sampling_params"]["max_new_tokens"] = self._longest_answer
         with requests.post(f"{self._url}/generate", json={**body, "stream": True}, stream=True, timeout=600) as answer:
             for _ in zip(range(draw.randrange(1, 9)), answer.iter_lines(), strict=False):
                 pass
@@ -186,7 +189,8 @@ def row(server: servers.Server, seconds: float, probes: list[dict[str, float]]) 
         "seconds": seconds, "running": found["num_running_reqs"], "queued": found["num_queue_reqs"],
         "usage": found["token_usage"], "retracted": found["num_retracted_requests_total"],
         "aborted": found["num_aborted_requests_total"], "probes": len(probes),
-        "probe_mean": max((one["mean"] for one in probes), default=0.0),
+        "probe_mean": sum(one["mean"] for one in probes) / max(1, len(probes)),
+        "probe_worst": max((one["mean"] for one in probes), default=0.0),
         "probe_gap": max((one["gap"] for one in probes), default=0.0), **memory(server),
     }  # fmt: skip
     print(" ".join(f"{name} {value:.4g}" for name, value in told.items() if value is not None), flush=True)
@@ -195,7 +199,11 @@ def row(server: servers.Server, seconds: float, probes: list[dict[str, float]]) 
 
 def crowd_it(server: servers.Server, probe: Probe, arguments: argparse.Namespace) -> tuple[list[Any], Crowd]:
     """Send clients for so many minutes and return (a row each ten seconds, how the clients fared)."""
-    crowd, start = Crowd(server.url, arguments.concurrency), time.monotonic()
+    crowd = Crowd(
+        server.url, concurrency=arguments.concurrency, longest_prompt=arguments.longest_prompt,
+        longest_answer=arguments.longest_answer,
+    )  # fmt: skip
+    start = time.monotonic()
     rows, probes = [], []
     try:
         while time.monotonic() < start + 60 * arguments.minutes:
@@ -225,13 +233,15 @@ def idle_check(report: Path) -> dict[str, Any]:
 def wrong(rows: list[Any], crowd: Crowd, idle: Mapping[str, Any], log: str) -> list[str]:
     """Return all that a soak must not show."""
     retracted, aborted = rows[-1]["retracted"], crowd.counts["aborted"]
-    apart, gap = max(one["probe_mean"] for one in rows), max(one["probe_gap"] for one in rows)
-    crash = CRASHES.search(log)
+    worst, gap = (max(one[name] for one in rows) for name in ("probe_worst", "probe_gap"))
+    apart = sum(one["probe_mean"] * one["probes"] for one in rows) / sum(one["probes"] for one in rows)
+    crash = CRASHES.search(log.split(IS_UP)[-1])
     found = {
         f"{len(crowd.failures)} requests failed: {crowd.failures[:3]}": bool(crowd.failures),
         "nothing was retracted: give a smaller --max-total-tokens": retracted == 0,
         "nothing was aborted": aborted == 0 or crowd.counts["closed"] == 0,
-        f"in the crowd the probe's logprobs differ by {apart:.2e} in the mean": apart > MEAN_APART,
+        f"in the crowd a probe's logprobs differ by {worst:.2e} in the mean": worst > PROBE_APART,
+        f"in the crowd all probes' logprobs differ by {apart:.2e} in the mean": apart > MEAN_APART,
         f"in the crowd the probe's tokens part {gap:.2f} nats from a tie": gap > NEAR_TIE,
         f"slots leaked: {idle}": idle["leak"],
         f"the log holds {crash.group() if crash else ''!r}": crash is not None,
@@ -246,6 +256,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--model", type=Path, default=TINY)
     parser.add_argument("--max-total-tokens", type=int, default=12288)
+    parser.add_argument("--longest-prompt", type=int, default=1000)
+    parser.add_argument("--longest-answer", type=int, default=800)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/soak.json")
     parser.add_argument("flags", nargs="*", help="of the launch, after --")
     arguments = parser.parse_args()
@@ -263,8 +275,8 @@ def main() -> None:
             "--port",
             str(port),
         ]
-        words += ["--host", servers.HOST, "--model-impl", "atom", "--enable-metrics", "--log-level", "info"]
-        words += ["--max-total-tokens", str(arguments.max_total_tokens), *arguments.flags]
+        words += ["--host", servers.HOST, "--model-impl", "atom", "--dtype", "bfloat16", "--enable-metrics"]
+        words += ["--log-level", "info", "--max-total-tokens", str(arguments.max_total_tokens), *arguments.flags]
         environment = {"PYTHONPATH": os.pathsep.join(path), "ATOM_IDLE_REPORT": str(folder / "idle.json")}
         command = Command(tuple(words), {**environment, "HF_HUB_OFFLINE": "1"})
         with servers.serve(
@@ -275,9 +287,9 @@ def main() -> None:
             probe.ask_alone()
             before = memory(server)
             rows, crowd = crowd_it(server, probe, arguments)
-            flush(server)
-            idle = idle_check(folder / "idle.json")
+            idle = idle_check(folder / "idle.json")  # before anything is flushed, which makes every slot free
             probe.ask_alone()
+            idle_check(folder / "idle.json")
             after = memory(server)
             assert server.log is not None
             log = server.log.read_text(errors="replace")
