@@ -16,10 +16,12 @@ benchmarks/results/soak.json; exit status 1 with what is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -230,6 +232,43 @@ def idle_check(report: Path) -> dict[str, Any]:
     raise AssertionError("SGLang has not looked for leaked slots in a minute, so the server was not idle")
 
 
+def launch(arguments: argparse.Namespace, folder: Path, port: int) -> Command:
+    """Return the launch, with the plugin that notes SGLang's checks in ``folder``/idle.json."""
+    site = make_plugin(folder / "site", "atom_idle_probe", "idle_probe:register")
+    path = [str(site), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(arguments.model), "--port", str(port)]
+    words += ["--host", servers.HOST, "--model-impl", "atom", "--dtype", "bfloat16", "--enable-metrics"]
+    words += ["--log-level", "info", "--max-total-tokens", str(arguments.max_total_tokens), *arguments.flags]
+    environment = {"PYTHONPATH": os.pathsep.join(path), "ATOM_IDLE_REPORT": str(folder / "idle.json")}
+    return Command(tuple(words), {**environment, "HF_HUB_OFFLINE": "1"})
+
+
+def soak(arguments: argparse.Namespace) -> tuple[list[Any], Crowd, dict[str, Any], str]:
+    """Return (rows, how the clients fared, memory and the idle check, the server's log); AssertionError for a fault."""
+    port = servers.choose_port(None)
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        folder, told = Path(made), {}
+        if arguments.log:
+            stack.callback(lambda: shutil.copy(folder / "server-1.log", arguments.log))
+        server = stack.enter_context(
+            servers.serve(
+                launch(arguments, folder, port), name="atom", port=port, folder=folder, start_seconds=400,
+                show=lambda line: None,
+            )
+        )  # fmt: skip
+        flush(server)
+        probe = Probe(server)
+        probe.ask_alone()
+        told["memory_before"] = memory(server)
+        rows, crowd = crowd_it(server, probe, arguments)
+        told["idle_check"] = idle_check(folder / "idle.json")  # before a flush, which makes every slot free
+        probe.ask_alone()
+        idle_check(folder / "idle.json")
+        told["memory_after"] = memory(server)
+        assert server.log is not None
+        return rows, crowd, told, server.log.read_text(errors="replace")
+
+
 def wrong(rows: list[Any], crowd: Crowd, idle: Mapping[str, Any], log: str) -> list[str]:
     """Return all that a soak must not show."""
     retracted, aborted = rows[-1]["retracted"], crowd.counts["aborted"]
@@ -259,45 +298,13 @@ def main() -> None:
     parser.add_argument("--longest-prompt", type=int, default=1000)
     parser.add_argument("--longest-answer", type=int, default=800)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/soak.json")
+    parser.add_argument("--log", type=Path, help="where the server's log is kept, otherwise nowhere")
     parser.add_argument("flags", nargs="*", help="of the launch, after --")
     arguments = parser.parse_args()
-    port = servers.choose_port(None)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        site = make_plugin(folder / "site", "atom_idle_probe", "idle_probe:register")
-        path = [str(site), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        words = [
-            sys.executable,
-            "-m",
-            "sglang.launch_server",
-            "--model-path",
-            str(arguments.model),
-            "--port",
-            str(port),
-        ]
-        words += ["--host", servers.HOST, "--model-impl", "atom", "--dtype", "bfloat16", "--enable-metrics"]
-        words += ["--log-level", "info", "--max-total-tokens", str(arguments.max_total_tokens), *arguments.flags]
-        environment = {"PYTHONPATH": os.pathsep.join(path), "ATOM_IDLE_REPORT": str(folder / "idle.json")}
-        command = Command(tuple(words), {**environment, "HF_HUB_OFFLINE": "1"})
-        with servers.serve(
-            command, name="atom", port=port, folder=folder, start_seconds=400, show=lambda line: None
-        ) as server:
-            flush(server)
-            probe = Probe(server)
-            probe.ask_alone()
-            before = memory(server)
-            rows, crowd = crowd_it(server, probe, arguments)
-            idle = idle_check(folder / "idle.json")  # before anything is flushed, which makes every slot free
-            probe.ask_alone()
-            idle_check(folder / "idle.json")
-            after = memory(server)
-            assert server.log is not None
-            log = server.log.read_text(errors="replace")
-    found = wrong(rows, crowd, idle, log)
-    told = {
-        "requests": dict(crowd.counts), "retractions_logged": len(re.findall("Retract requests", log)),
-        "memory_before": before, "memory_after": after, "idle_check": idle, "wrong": found,
-    }  # fmt: skip
+    rows, crowd, told, log = soak(arguments)
+    found = wrong(rows, crowd, told["idle_check"], log)
+    retractions = len(re.findall(r"#retracted_reqs", log))
+    told |= {"requests": dict(crowd.counts), "retractions_logged": retractions, "wrong": found}
     print(json.dumps(told, indent=1))
     write_results("soak", rows, out=arguments.out, **told)
     if found:

@@ -108,7 +108,8 @@ def _checkpoint(asked: Job, folder: Path) -> Path:
     with FileLock(folder / f"{asked.name}.lock"):
         note = folder / f"{asked.name}.path"
         if not note.is_file():
-            note.write_text(str(asked.make(folder)))
+            # a folder of its own: what an earlier process left half written is no checkpoint
+            note.write_text(str(asked.make(Path(tempfile.mkdtemp(dir=folder)))))
         return Path(note.read_text())
 
 
