@@ -303,7 +303,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, crowd, told, log = soak(arguments)
     found = wrong(rows, crowd, told["idle_check"], log)
-    retractions = len(re.findall(r"#retracted_reqs", log))
+    retractions = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
     told |= {"requests": dict(crowd.counts), "retractions_logged": retractions, "wrong": found}
     print(json.dumps(told, indent=1))
     write_results("soak", rows, out=arguments.out, **told)
