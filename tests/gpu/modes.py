@@ -165,6 +165,7 @@ def assert_near(ours: Run, other: Run, bound: float, what: str) -> None:
         "decoded": decoded_apart(other.answers, ours.answers),
     }
     for part, found in parts.items():
+        assert found, f"{what}, {part}: no greedy answer begins with the same token"
         print(f"\n{what}, {part}: {figures(found)}", end="")
     print()
     too_far = {part: mean(found) for part, found in parts.items() if not mean(found) < bound}
