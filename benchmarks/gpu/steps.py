@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,14 @@ def measure(variant: str, engine: dict[str, Any], **job: Any) -> dict[str, Any]:
     return figures
 
 
+def gpu_gib() -> float | None:
+    """Return the GiB that are in use on the first GPU, by whomever; None where nvidia-smi is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    words = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout) / 1024
+
+
 def print_row(row: dict[str, Any]) -> None:
     """Print a row of results as one of a table."""
     print("| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()) + " |", flush=True)
@@ -54,14 +63,15 @@ def print_kernels(rows: list[dict[str, Any]], what: str) -> None:
             print(f"{us:9.1f} {calls:6.1f}  {name[:130]}")
 
 
-def write_results(program: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Write ``benchmarks/results/PROGRAM.json``: device, date, versions, command, ``rows`` and ``more``."""
+def write_results(program: str, rows: list[dict[str, Any]], *, out: Path | None = None, **more: Any) -> None:
+    """Write ``out`` or benchmarks/results/PROGRAM.json: device, date, versions, command, ``rows`` and ``more``."""
     import sglang
     import torch
 
     whole = {
-        "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
         "versions": {"sglang": sglang.__version__, "torch": torch.__version__},
         "command": " ".join([f"python benchmarks/gpu/{program}.py", *sys.argv[1:]]), "rows": rows, **more,
     }  # fmt: skip
-    (RESULTS / f"{program}.json").write_text(json.dumps(whole, indent=1))
+    (out or RESULTS / f"{program}.json").write_text(json.dumps(whole, indent=1))

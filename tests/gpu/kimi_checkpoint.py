@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM
 
-from tests.gpu.test_models_on_a_gpu import BLOCK, quantize
+from tests.gpu.qwen3_checkpoint import BLOCK, quantize
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
 PUBLISHED = {"bf16": "Kimi-K2-Instruct", "fp8": "Kimi-K2-Instruct", "int4": "Kimi-K2-Thinking"}
