@@ -85,11 +85,11 @@ def serving_now(folder: Path, start: float) -> str | None:
     return launched[latest] if latest > start else None
 
 
-def rows_of(report: dict[str, Any], config: dict[str, Any], weight_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield the cells of a comparison with their limits."""
+def rows_of(report: dict[str, Any], config: dict[str, Any], weight_bytes: int, gpus: int) -> Iterator[dict[str, Any]]:
+    """Yield the cells of a comparison with their limits, which ``gpus`` share."""
     for cell in report["rows"]:
         context = cell["Input_Tokens"] + cell["Output_Tokens"] // 2
-        limit_ms = decode_limit_us(config, cell["Max_Concurrency"], context, weight_bytes) / 1e3
+        limit_ms = decode_limit_us(config, cell["Max_Concurrency"], context, weight_bytes) / 1e3 / gpus
         shares = {name: limit_ms / cell[name]["Mean_TPOT_ms"] for name in VARIANTS}
         yield {**cell, "limit_ms": limit_ms, "limit_share": shares}
 
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--prompts-per-slot", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=1, help="that share the weights, by flags after --")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/serving_SHAPE.json")
     parser.add_argument("flags", nargs="*", help="of both launches, after --")
     arguments = parser.parse_args()
@@ -116,7 +117,7 @@ def main() -> None:
     if not path.is_file():
         sys.exit(f"the comparison has no report; the same command goes on in {arguments.work}")
     report = json.loads(path.read_text())
-    rows = list(rows_of(report, config, 1 if arguments.fp8 else 2))
+    rows = list(rows_of(report, config, 1 if arguments.fp8 else 2, arguments.gpus))
     for row in rows:
         told = {key: row[key] for key in ("Input_Tokens", "Output_Tokens", "Max_Concurrency", "ratio", "limit_ms")}
         for variant in VARIANTS:
