@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="folder of a checkpoint, its config.json, or a repo; with --check a recipe")
     command.add_argument("--check", action="store_true", help="check a recipe (TOML), which holds what follows")
     command.add_argument("--config", help="with --check: a config.json to read in place of that of the recipe's model")
-    command.add_argument("--arch", choices=ARCHS, help="of the machine")
+    command.add_argument("--arch", choices=ARCHS, help="of the machine; required but with --check")
     command.add_argument("--tp", type=int, help="ranks: SGLang's --tp-size")
     command.add_argument("--ep", type=int, help="of these, over how many experts are split: --ep-size")
     command.add_argument("--dp", type=int, help="of these, over how many attention is data parallel")
@@ -98,15 +99,17 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from atom_plugin import explain  # torch, which doctor has to report as missing
+    if not arguments.check and arguments.config is not None:
+        return _misused("explain", "--config goes with --check")
+    if not arguments.check and arguments.arch is None:
+        return _misused("explain", f"--arch is required: {', '.join(ARCHS)}")
+    if importlib.util.find_spec("torch") is None:  # as doctor says, which does without
+        return _misused("explain", "there is no torch here, and its dtypes are what kernels are chosen by: install it")
+    from atom_plugin import explain
     from atom_plugin.configs import ConfigError
 
     if arguments.check:
         return _check(arguments)
-    if arguments.config is not None:
-        return _misused("explain", "--config goes with --check")
-    if arguments.arch is None:
-        return _misused("explain", f"--arch is required: {', '.join(ARCHS)}")
     plan = explain.Plan(
         arch=arguments.arch,
         tp=arguments.tp,

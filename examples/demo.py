@@ -48,14 +48,14 @@ def main() -> int:
             time.sleep(0.5)
         prompt = {"text": f"Question: {QUESTION}\nAnswer:", "sampling_params": {"temperature": 0, "max_new_tokens": 96}}
         answer = call("/generate", prompt)
-        print(f"\nQuestion: {QUESTION}\nAnswer:{(answer or {}).get('text')}")
-        return 0 if answer else 1
     finally:
         server.terminate()
         try:
             server.wait(20)
         except subprocess.TimeoutExpired:
             server.kill()
+    print(f"\nQuestion: {QUESTION}\nAnswer:{(answer or {}).get('text')}")
+    return 0 if answer else 1
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ OPTIONS = (
     Option("--retries", "accuracy", "retries", int, "attempts at each request"),
     Option("--max-tokens", "accuracy", "max_tokens", int, "of an answer; the share that is cut off is reported"),
     Option("--margin", "accuracy", "margin", float, "points of accuracy that count as the same"),
-    Option("--prompts", "agreement", "prompts", int, "problems, the first ones"),
+    Option("--prompts", "agreement", "prompts", int, "problems, the first ones, whatever --limit says"),
     Option("--new-tokens", "agreement", "new_tokens", int, "greedy tokens after each prompt"),
     Option("--top-k", "agreement", "top_k", int, "likeliest tokens that the KL divergence sees"),
     Option("--bound", "agreement", "bound", float, "nats of mean logprob difference above which the variants disagree"),
@@ -94,9 +94,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
                     flag.name,
                     type=flag.kind,
                     nargs="+" if flag.many else None,
-                    help=f"{flag.help} (default: {default})",
+                    help=flag.help + ("" if default is None else f" (default: {_as_typed(default)})"),
                 )
     command.epilog = "What follows -- are launch flags of every variant: atom-plugin compare ... -- --tp-size 8"
+
+
+def _as_typed(default: Any) -> str:
+    """Return a default as it is written on the command line."""
+    if not isinstance(default, tuple):
+        return str(default)
+    return " ".join("/".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in default)
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -86,9 +86,13 @@ def prepare_data(run: Run) -> None:
 
 def measure(run: Run, name: str) -> None:
     """Measure the parts of variant ``name`` that are not finished, on a server that lives for them."""
-    todo = [part for part in parts(run, name) if not run.store.has(name, part.name)]
+    todo = []
+    for part in parts(run, name):
+        if run.store.has(name, part.name):
+            run.progress.say(f"ok  {name}: {part.title}: finished before")
+        else:
+            todo.append(part)
     if not todo:
-        run.progress.say(f"ok  {name}: every part was finished before")
         return
     with contextlib.ExitStack() as stack:
         with run.progress.step(f"{name}: server") as show:

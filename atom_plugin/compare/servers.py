@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -76,7 +77,7 @@ class Server:
 def why_not_flags(recipe: Recipe) -> str:
     """Return what is wrong with the launch flags, "" where nothing is."""
     flags = [*recipe.shared, *(flag for variant in recipe.variants.values() for flag in variant.flags)]
-    for flag, after in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, after in itertools.pairwise([*flags, ""]):
         name, _, value = flag.partition("=")
         if name == "--log-level" and (value or after) not in ("info", "debug"):
             return f"--log-level {value or after}: a server says which model it serves at info or debug"

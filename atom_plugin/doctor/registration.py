@@ -20,6 +20,7 @@ def check_registration(*, aiter_breaks_imports: bool) -> list[Finding]:
         if not register.complete:
             register.register()  # raises what SGLang has swallowed
         register.prepare_serving()
+        hooks.install([register.MEDIA])  # of processes that tokenize
     except (hooks.HookError, ImportError, AttributeError, ValueError, OSError) as error:
         return [fail("registration", str(error), f"use SGLang {host.SUPPORTED_SGLANG}")]
     except RuntimeError as error:  # what AITER's import raises without ROCm, through SGLang's

@@ -64,7 +64,8 @@ def read_config(model: str) -> tuple[str, Any]:
 
     Raises ConfigError where none can be read.
     """
-    if not Path(model).exists() and HUB_NAME.fullmatch(model):
+    is_path = Path(model).exists() or model.endswith(".json")
+    if not is_path and HUB_NAME.fullmatch(model):
         return raw_config(model, None)
     return model, model
 

@@ -180,3 +180,8 @@ def test_loopback_is_not_asked_through_a_proxy(tmp_path: Path, monkeypatch: pyte
     assert os.environ["no_proxy"] == "example.org,127.0.0.1" and os.environ["NO_PROXY"] == "127.0.0.1"
     with serve(tmp_path, "serve") as server:
         assert server.model() == "tiny"
+
+
+def test_servers_that_run_already_have_no_flags() -> None:
+    recipe = Recipe(title="", model="", variants={name: Variant(flags=()) for name in ("one", "other")})
+    assert servers.why_not_flags(recipe) == ""
