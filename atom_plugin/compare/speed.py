@@ -59,6 +59,8 @@ def num_prompts(settings: Speed, cell: Cell) -> int:
 def command(settings: Speed, cell: Cell, repeat: int, *, server: Server, output: Path) -> Command:
     """Return the benchmark's command line: token ids of exact lengths, no hub, an emptied prefix cache."""
     tokenizer = str(server.ask("/server_info")["tokenizer_path"])
+    if Path(tokenizer).exists():  # relative to where the server was launched, and the benchmark runs elsewhere
+        tokenizer = str(Path(tokenizer).resolve())
     words = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", server.url]
     words += ["--model", server.model(), "--tokenizer", tokenizer, "--dataset-name", "random-ids", "--tokenize-prompt"]
     words += ["--random-input-len", str(cell.input_len), "--random-output-len", str(cell.output_len)]
