@@ -1,7 +1,7 @@
 """EAGLE with a chain of three on a GPU, graphs on: the greedy tokens of the same launch without speculation.
 
 bf16 rounds a batch of verified tokens in other places than one of single tokens, so answers may part where two tokens
-are nearly as likely. transformers' fp32 model judges: a token is off where, given all before it, it is more than ``TIE``
+are nearly as likely. transformers' fp32 model judges: given all before it, a token is off that is more than ``TIE``
 below the likeliest one. Where an answer parts from the one without speculation neither token may be off but in ``FEW``
 of the answers (an expert that bf16 routes the other way), and of all tokens hardly more may be off than without.
 """
