@@ -21,6 +21,7 @@ def register() -> None:
     if multiprocessing.parent_process() is None:
         return
     from sglang.kernels.ops.speculative import spec_tree
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.speculative import eagle_utils
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
@@ -28,6 +29,7 @@ def register() -> None:
         if "_is_xpu" in vars(module):
             module._is_xpu = True
     EagleDraftWorker._capture_cuda_graphs = capture_nothing
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph  # on a CPU SGLang would capture verifying and not replay it
 
 
 def capture_nothing(worker: Any) -> None:
