@@ -20,12 +20,12 @@ def register() -> None:
     type(current_platform).supports_speculative_algorithm = lambda platform, algorithm: True  # asked from 0.5.23 on
     if multiprocessing.parent_process() is None:
         return
-    from sglang.kernels.ops.speculative import spec_tree
+    from sglang.kernels.ops.speculative import cache_locs, spec_tree
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.speculative import eagle_utils
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-    for module in (eagle_utils, spec_tree):  # the first up to 0.5.22, the second since
+    for module in (cache_locs, eagle_utils, spec_tree):  # one of the last two, by version
         if "_is_xpu" in vars(module):
             module._is_xpu = True
     EagleDraftWorker._capture_cuda_graphs = capture_nothing

@@ -32,13 +32,11 @@ class Case:
     checkpoint: str
     algorithm: str
     page_size: int = 1
-    tp_size: int = 1
 
 
 CASES = {
     "moe": Case("moe", "EAGLE"),
     "dense, EAGLE-3, pages of 16": Case("dense", "EAGLE3", page_size=16),
-    "moe, TP 2": Case("moe", "EAGLE", tp_size=2),
 }
 
 
@@ -62,7 +60,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     make_plugin(base / "site", "eagle_on_a_cpu", "eagle_plugin:register")
     flags = (
         "--model-impl", "atom", "--dtype", "float32", "--page-size", str(case.page_size),
-        "--tp-size", str(case.tp_size), "--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4",
+        "--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4",
         "--speculative-algorithm", case.algorithm, "--speculative-draft-model-path", str(base / "draft"),
         "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
         "--speculative-draft-attention-backend", "triton",
