@@ -173,10 +173,8 @@ def asks_in_so_many_words(server_args: Any, name: str) -> list[str]:
 
 def asks_for(server_args: Any, name: str) -> list[str]:
     """Return the flags of a launch that name us, given or resolved, as a user would write them; or an empty list."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
     cfg = resolved(server_args)
-    prefill, decode = attention_backends_of(cfg)
+    prefill, decode = attention_backends(server_args)
     flags = {
         "model_impl": cfg.model_impl,
         "speculative_draft_attention_backend": cfg.speculative_draft_attention_backend,
@@ -186,6 +184,14 @@ def asks_for(server_args: Any, name: str) -> list[str]:
     else:
         flags |= {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
     return [as_option(field, name) for field, value in flags.items() if value == name]
+
+
+def attention_backends(server_args: Any) -> tuple[str, str]:
+    """Return the attention backends of prefill and of decode."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    prefill, decode = attention_backends_of(resolved(server_args))
+    return prefill, decode
 
 
 def as_option(field: str, value: Any) -> str:
@@ -277,6 +283,13 @@ def uses_mla(model_config: Any) -> bool:
     from sglang.srt.configs.model_config import AttentionArch
 
     return bool(model_config.attention_arch == AttentionArch.MLA)
+
+
+def has_linear_attention(model_config: Any) -> bool:
+    """Return whether some layers of a model keep a state instead of keys and values."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config) is not None
 
 
 def full_attention_pool(pool: Any) -> Any:

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from atom_plugin import device, host, platform, settings
+from atom_plugin import device, host, platform, settings, speculation
 from atom_plugin.attention.kv_layout import pool_dtype_of
 from atom_plugin.attention.limits import LayerOutline, latent_outlines, why_no_row, why_not_backend
 from atom_plugin.attention.tables import LayerProblems
 from atom_plugin.checkpoint_files import checkpoint_problems, folder_of
 from atom_plugin.configs import ConfigError, ServedSpec, load_served_spec, raw_config
+from atom_plugin.flags import BACKEND, EITHER, MODEL, Flag, flag_problems
 from atom_plugin.layers.rope import why_not_rope
 from atom_plugin.model_limits import method_of, parallel_problems, storage_problems
 from atom_plugin.register import NAME, LaunchRefused
 from atom_plugin.resolve import class_of
 
-MODEL: tuple[str, ...] = ("model",)
-BACKEND: tuple[str, ...] = ("backend",)
-EITHER = (*MODEL, *BACKEND)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """A server flag of which we serve only some values. ``parts``: which of ours cannot serve the others."""
-
-    field: str
-    served: tuple[Any, ...]
-    parts: tuple[str, ...]
-    why: str
-
-
 FLAGS: tuple[Flag, ...] = (
-    Flag(field="speculative_algorithm", served=(None,), parts=EITHER, why="speculation is not tested end to end yet"),
+    Flag(field="speculative_algorithm", served=speculation.SERVED, parts=EITHER, why="others are not tested"),
     Flag(
         field="disaggregation_mode", served=("null",), parts=EITHER, why="disaggregation is not tested end to end yet"
     ),
@@ -92,7 +76,8 @@ def refuse_launch(server_args: Any) -> None:
     cfg = host.resolved(server_args)
     uses_model, uses_backend = cfg.model_impl == NAME, any("backend" in flag for flag in asked)
     parts = [part for part, used in (("model", uses_model), ("backend", uses_backend)) if used]
-    reasons = flag_problems(cfg, parts) + setting_problems()
+    reasons = flag_problems(FLAGS, cfg, parts) + setting_problems()
+    reasons += speculation.speculation_problems(server_args, parts)
     if uses_model:
         reasons += model_problems(server_args)
     if uses_backend:
@@ -104,20 +89,6 @@ def refuse_launch(server_args: Any) -> None:
             f"atom-plugin cannot serve this launch ({', '.join(asked)}; model {cfg.model_path}):\n{lines}\n"
             f"Nothing was loaded. Change what is named above, or drop {' and '.join(asked)} to use SGLang's own."
         )
-
-
-def flag_problems(cfg: Any, parts: Sequence[str]) -> list[str]:
-    """Return a reason for each flag whose value one of ``parts`` ("model", "backend") does not serve."""
-    problems = []
-    for flag in FLAGS:
-        concerned = [part for part in flag.parts if part in parts]
-        absent = flag.field in host.FLAGS_SINCE and not host.since(host.FLAGS_SINCE[flag.field])
-        value = getattr(cfg, flag.field) if concerned and not absent else flag.served[0]
-        if value not in flag.served:
-            served = " or ".join(map(str, flag.served))
-            who = " and ".join(concerned)
-            problems.append(f"{host.as_option(flag.field, value)}: the atom {who} serves only {served} ({flag.why})")
-    return problems
 
 
 def setting_problems() -> list[str]:

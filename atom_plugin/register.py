@@ -68,8 +68,10 @@ def _get_model_architecture(original: Callable[..., Any], model_config: Any) -> 
         return original(model_config)
     if not complete:
         raise LaunchRefused(f"--model-impl atom: {why_incomplete}")
-    from atom_plugin.resolve import our_model_architecture
+    from atom_plugin.resolve import draft_model_architecture, our_model_architecture
 
+    if model_config.is_draft_model:
+        return draft_model_architecture(original, model_config)
     return our_model_architecture(model_config)
 
 

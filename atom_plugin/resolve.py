@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -36,11 +37,22 @@ def our_model_architecture(model_config: Any) -> tuple[type[nn.Module], str]:
     """Return what SGLang's get_model_architecture returns, for a launch with `--model-impl atom`.
 
     SGLang tells implementations apart by the prefix of the resolved name, so the architecture keeps its own. Raises
-    ValueError for a draft model and ConfigError for an architecture that we do not have.
+    ConfigError for an architecture that we do not have.
     """
-    if model_config.is_draft_model:
-        raise ValueError("--model-impl atom does not serve draft models; drop the --speculative-* flags")
     model_class, architecture = class_of(model_config.hf_config)
     host.stamp_resolution(model_config, architecture)
     logger.info("--model-impl atom: %s is %s.%s", architecture, model_class.__module__, model_class.__qualname__)
+    return model_class, architecture
+
+
+def draft_model_architecture(original: Callable[..., Any], model_config: Any) -> tuple[type[nn.Module], str]:
+    """Return SGLang's own class for the draft model of a launch with `--model-impl atom`, and say so in the log.
+
+    ``original``: SGLang's get_model_architecture, which takes ``atom`` for a word that changes nothing.
+    """
+    model_class, architecture = original(model_config)
+    logger.info(
+        "--model-impl atom: the draft %s is SGLang's own, %s.%s",
+        architecture, model_class.__module__, model_class.__qualname__,
+    )  # fmt: skip
     return model_class, architecture

@@ -2,6 +2,7 @@
 
 from atom_plugin.configs.airlock import raw_config
 from atom_plugin.configs.decoder import DecoderSpec
+from atom_plugin.configs.draft import draft_architecture
 from atom_plugin.configs.fields import ConfigError
 from atom_plugin.configs.kimi_k2 import KimiK2Spec
 from atom_plugin.configs.kimi_k3 import KimiK3Spec
@@ -38,6 +39,7 @@ __all__ = [
     "Qwen35Spec",
     "RopeSpec",
     "ServedSpec",
+    "draft_architecture",
     "load_served_spec",
     "load_spec",
     "raw_config",

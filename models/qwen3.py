@@ -5,7 +5,7 @@ Shape suffixes: T tokens of the batch, D hidden_size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -91,6 +91,8 @@ class Qwen3Model(nn.Module):
             for layer_id in range(spec.num_hidden_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        #: Layers whose sums an EAGLE-3 draft reads.
+        self.captured_layers: frozenset[int] = frozenset()
 
     def forward(
         self,
@@ -98,13 +100,19 @@ class Qwen3Model(nn.Module):
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
         input_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the normed hidden states [tokens, hidden_size]; ``input_embeds`` stands in for the embedding."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the normed hidden states [tokens, hidden_size]; ``input_embeds`` stands in for the embedding.
+
+        With ``captured_layers`` also the sums after them, each [tokens, hidden_size], in the order of the layers.
+        """
         hidden_TD = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        residual_TD = None
-        for layer in self.layers:
+        residual_TD, captured = None, []
+        for layer_id, layer in enumerate(self.layers):
             hidden_TD, residual_TD = layer(positions, hidden_TD, residual_TD, forward_batch)
-        return add_and_norm(self.norm, hidden_TD, residual_TD)[0]
+            if layer_id in self.captured_layers:
+                captured.append(hidden_TD + residual_TD)
+        normed_TD = add_and_norm(self.norm, hidden_TD, residual_TD)[0]
+        return (normed_TD, captured) if self.captured_layers else normed_TD
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -127,6 +135,29 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = make_lm_head(self.spec, self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config)
 
+    @property
+    def capture_aux_hidden_states(self) -> bool:
+        """Return whether the body hands sums between layers over as well."""
+        return bool(self.model.captured_layers)
+
+    def get_embed_and_head(self) -> tuple[Any, Any]:
+        """Return the weights that a draft shares, embedding and head, both [vocabulary of this rank, hidden_size]."""
+        return self.model.embed_tokens.weight, self.lm_head.weight
+
+    def set_eagle3_layers_to_capture(self, layer_ids: Sequence[int] | None = None) -> None:
+        """Hand the sums after these layers to an EAGLE-3 draft; None for the three that SGLang takes of a model.
+
+        Raises ValueError for layers that the model does not have, and where the three are fewer.
+        """
+        layers = self.spec.num_hidden_layers
+        chosen = (1, layers // 2 - 1, layers - 4) if layer_ids is None else tuple(layer_ids)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(layers)):
+            raise ValueError(
+                f"the EAGLE-3 draft reads layers {list(chosen)} of a model of {layers}: different ones of 0 to "
+                f"{layers - 1} are required, as eagle_config.eagle_aux_hidden_state_layer_ids of the draft's config"
+            )
+        self.model.captured_layers = frozenset(chosen)
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding, for callers that embed by themselves."""
         return self.model.embed_tokens
@@ -141,7 +172,10 @@ class Qwen3ForCausalLM(nn.Module):
     ) -> LogitsProcessorOutput:
         """Return the logits of the positions that ``forward_batch`` asks for."""
         hidden_TD = self.model(input_ids, positions, forward_batch, input_embeds)
-        return self.logits_processor(input_ids, hidden_TD, self.lm_head, forward_batch)
+        captured = None
+        if self.capture_aux_hidden_states:
+            hidden_TD, captured = hidden_TD
+        return self.logits_processor(input_ids, hidden_TD, self.lm_head, forward_batch, captured)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``weights``; raise WeightError for what is missing, unknown or of a wrong shape."""

@@ -116,10 +116,13 @@ def _parts_of(given: Mapping[str, Any]) -> list[str]:
 
 def _atom_problems(given: Mapping[str, Any], parts: list[str], plan: Plan) -> list[str]:
     """Return why we would not serve a launch with the flags ``given``, and where the plan says something else."""
-    from atom_plugin.refusals import FLAGS, flag_problems  # which needs SGLang
+    from atom_plugin import speculation  # these need SGLang
+    from atom_plugin.flags import flag_problems
+    from atom_plugin.refusals import FLAGS
 
-    cfg = SimpleNamespace(**{flag.field: given.get(flag.field, flag.served[0]) for flag in FLAGS})
-    problems = flag_problems(cfg, parts)
+    flags = (*FLAGS, *speculation.FLAGS) if given.get("speculative_algorithm") else FLAGS
+    cfg = SimpleNamespace(**{flag.field: given.get(flag.field, flag.served[0]) for flag in flags})
+    problems = flag_problems(flags, cfg, parts)
     for field, (flag, default) in SAID_TWICE.items():
         launched, planned = given.get(flag, default), vars(plan)[field]
         if launched != planned:

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleVerifyInput
 from torch import nn
 
 from atom_plugin.attention.backend import AtomAttentionBackend
@@ -183,7 +183,7 @@ class World:
         if mode.is_target_verify():
             batch.spec_info = verify_input(nums[0], topk=1)
         elif mode.is_draft_extend_v2():
-            batch.spec_info = SimpleNamespace(num_tokens_per_req=nums[0])
+            batch.spec_info = EagleDraftExtendInput(num_tokens_per_req=nums[0])
         if mode.is_extend(include_draft_extend_v2=True) and not mode.is_target_verify():
             batch.extend_seq_lens = torch.tensor(nums, dtype=torch.int32)
             batch.extend_seq_lens_cpu = nums

@@ -16,7 +16,12 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     load_plugins()
+    from sglang.srt.platforms import current_platform
+
     from atom_plugin.register import LaunchRefused
+
+    # or SGLang would refuse speculation on our CPU platform itself, from 0.5.23 on, before we are asked
+    type(current_platform).supports_speculative_algorithm = lambda platform, algorithm: True
 
     outcomes = {}
     for name, flags in json.load(sys.stdin):

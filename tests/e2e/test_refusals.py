@@ -55,6 +55,28 @@ def name_a_second_file(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {ATTENTION: "model-00002.safetensors"}}))
 
 
+def with_draft(*architectures: str) -> Callable[[Path], None]:
+    """Return what puts the config of a draft model of these names into the folder's subfolder ``draft``."""
+
+    def change(folder: Path) -> None:
+        (folder / "draft").mkdir()
+        config = {
+            "architectures": list(architectures),
+            "model_type": "llama",
+            "hidden_size": 128,
+            "num_hidden_layers": 1,
+        }
+        (folder / "draft" / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def kimi_with_draft(folder: Path) -> None:
+    """Put a Kimi-K2 into the folder, and a draft."""
+    shutil.copytree(oracle.CHECKPOINTS["kimi"], folder, dirs_exist_ok=True)
+    with_draft("LlamaForCausalLMEagle")(folder)
+
+
 def misspell(folder: Path) -> None:
     """Write num_experts_per_tokk, as a person would."""
     path = folder / "config.json"
@@ -70,6 +92,15 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "we
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 #: name -> (change to the tiny checkpoint, further flags, words that the message must hold)
+EAGLE = [
+    "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "{folder}/draft",
+    "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4",
+]  # fmt: skip
+CHAIN = ["--speculative-eagle-topk", "1"]
+ON_TRITON = ["--speculative-draft-attention-backend", "triton"]
+#: What every launch that speculates is told here, next to what else is wrong with it.
+NOT_ON_A_CPU = "speculation on a CPU: SGLang's kernels that verify a draft are not there"
+
 CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     "unknown architecture": (
         with_config(architectures=["LlamaForCausalLM"], model_type="llama"),
@@ -166,7 +197,62 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
         [],
         ["'use_sliding_window' is True", "accepted: None, False"],
     ),
-    "speculation": (None, ["--speculative-algorithm", "NGRAM"], ["--speculative-algorithm NGRAM", "serves only None"]),
+    "speculation": (
+        None,
+        ["--speculative-algorithm", "NGRAM"],
+        ["--speculative-algorithm NGRAM", "serves only None or EAGLE or EAGLE3"],
+    ),
+    "speculation on a CPU": (with_draft("LlamaForCausalLMEagle"), [*EAGLE, *CHAIN, *ON_TRITON], [NOT_ON_A_CPU]),
+    "a tree of drafts": (
+        with_draft("LlamaForCausalLMEagle"),
+        [*EAGLE, "--speculative-eagle-topk", "2", *ON_TRITON],
+        ["--speculative-eagle-topk 2: the atom model and backend serves only 1 (a tree of drafts needs a mask)"],
+    ),
+    "rejection sampling": (
+        with_draft("LlamaForCausalLMEagle"),
+        [*EAGLE, *CHAIN, *ON_TRITON, "--speculative-use-rejection-sampling"],
+        ["--speculative-use-rejection-sampling True: the atom model and backend serves only False"],
+    ),
+    "no draft": (
+        None,
+        [*EAGLE[:2], *EAGLE[4:], *CHAIN, *ON_TRITON],
+        ["--speculative-draft-model-path is not given: a draft of architecture LlamaForCausalLMEagle is required"],
+    ),
+    "a draft of two names": (
+        with_draft("LlamaForCausalLMEagle", "LlamaForCausalLM"),
+        [*EAGLE, *CHAIN, *ON_TRITON],
+        ["draft/config.json: 'architectures' is ['LlamaForCausalLMEagle', 'LlamaForCausalLM']: the name of one draft"],
+    ),
+    "a draft of the other algorithm": (
+        with_draft("LlamaForCausalLMEagle3"),
+        [*EAGLE, *CHAIN, *ON_TRITON],
+        ["its architecture is LlamaForCausalLMEagle3", "EAGLE is tested with LlamaForCausalLMEagle alone"],
+    ),
+    "drafts on atom without a word": (
+        with_draft("LlamaForCausalLMEagle"),
+        [*EAGLE, *CHAIN],
+        ["verifies drafts and does not run them", "add --speculative-draft-attention-backend triton, or another"],
+    ),
+    "drafts on atom by name": (
+        with_draft("LlamaForCausalLMEagle"),
+        [*EAGLE, *CHAIN, "--speculative-draft-attention-backend", "atom"],
+        ["--speculative-draft-attention-backend atom: the atom attention backend does not run drafts; give"],
+    ),
+    "speculation on two backends": (
+        with_draft("LlamaForCausalLMEagle"),
+        [*EAGLE, *CHAIN, *ON_TRITON, "--prefill-attention-backend", "atom", "--decode-attention-backend", "triton"],
+        ["--prefill-attention-backend atom and --decode-attention-backend triton", "give one --attention-backend"],
+    ),
+    "speculation with attention DP": (
+        with_draft("LlamaForCausalLMEagle"),
+        [*EAGLE, *CHAIN, *ON_TRITON, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        ["speculation with data-parallel attention is not tested"],
+    ),
+    "speculation of Kimi-K2": (
+        kimi_with_draft,
+        [*EAGLE, *CHAIN, *ON_TRITON],
+        ["speculation over a latent (MLA) cache is not tested"],
+    ),
     "pipeline": (None, ["--pp-size", "2"], ["--pp-size 2: the atom model serves only 1"]),
     "a2a": (None, ["--moe-a2a-backend", "deepep", "--tp-size", "2"], ["--moe-a2a-backend deepep"]),
     "speculation on another backend": (
@@ -211,6 +297,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         shutil.copytree(oracle.CHECKPOINTS["moe"], folder)
         if change is not None:
             change(folder)
+        flags = [flag.format(folder=folder) if "{folder}" in flag else flag for flag in flags]
         cases.append([name, ["--model-path", str(folder), *ATOM, *flags]])
     (base / "site").mkdir()
     ran = subprocess.run(
@@ -233,6 +320,15 @@ def test_refused(outcomes: dict[str, str], name: str) -> None:
     for words in CASES[name][2]:
         assert words in message, message
     assert "Nothing was loaded." in message
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "--speculative-draft-model-path" in CASES[name][1]])
+def test_a_launch_that_speculates_is_refused_for_what_it_says(outcomes: dict[str, str], name: str) -> None:
+    """The same launch with that one thing right would be told about the CPU alone."""
+    reasons = [line for line in outcomes[name].splitlines() if line.startswith("  - ")]
+    assert any(NOT_ON_A_CPU in reason for reason in reasons)
+    also_for_tp = name == "speculation with attention DP"
+    assert len(reasons) == (1 if name == "speculation on a CPU" else 2 + also_for_tp), reasons
 
 
 def test_nothing_wrong_is_served(outcomes: dict[str, str]) -> None:

@@ -62,6 +62,11 @@ def test_the_recipes_of_the_issue_are_there() -> None:
         ('"0.85"', '"0.9"', "the flags say mem_fraction_static 0.9, and [explain] 0.85"),
         ('"--model-impl", "atom"', '"--model-impl", "atom", "--pp-size", "2"', "--pp-size 2: the atom model serves"),
         ('"--model-impl", "atom"', '"--model-impl", "atom", "--enable-lora"', "--enable-lora True: the atom model"),
+        (
+            '"--model-impl", "atom"',
+            '"--model-impl", "atom", "--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "4"',
+            "--speculative-eagle-topk 4: the atom model and backend serves only 1",
+        ),
         ('SGLANG_USE_AITER = "1"', 'ATOM_PLUGIN_KERNEL = "x"', "ATOM_PLUGIN_KERNEL is no variable of ours"),
         ('SGLANG_USE_AITER = "1"', 'ATOM_PLUGIN_KERNELS = "x"', "ATOM_PLUGIN_KERNELS='x' is not valid"),
         ("memory = 288", "memory = 32", "the weights do not fit in 0.85 of 32 GiB"),
