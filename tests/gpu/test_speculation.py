@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from tests.eagle_draft import make_draft
+from tests.plugin_folder import make_plugin
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +83,12 @@ def batches() -> list[list[list[int]]]:
     return [[questions[0][:1]], [questions[0]], [questions[1], questions[2][:1], questions[3][:33]], cut, questions]
 
 
+def plugin_path(drafts: dict[tuple[str, str], Path]) -> str:
+    """Return a PYTHONPATH with the plugin that lets a GPU speculate, kept beside the drafts."""
+    site = make_plugin(next(iter(drafts.values())).parent / "site", "gpu_speculation", "speculation_plugin:register")
+    return os.pathsep.join([str(site), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def answers(name: str, drafts: dict[tuple[str, str], Path], port: int) -> tuple[list[Any], str]:
     """Run one engine in a process of its own and return (its answers, a batch each, what it printed)."""
     checkpoint, algorithm, flags = ENGINES[name]
@@ -93,7 +100,7 @@ def answers(name: str, drafts: dict[tuple[str, str], Path], port: int) -> tuple[
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_answers.py"))],
         input=json.dumps(body),
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": plugin_path(drafts)},
         capture_output=True,
         text=True,
         timeout=500,
