@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 
 from atom_plugin import doctor
 from atom_plugin.compare import arguments as compare_arguments
@@ -82,7 +84,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="folder of a checkpoint, its config.json, or a repo; with --check a recipe")
     command.add_argument("--check", action="store_true", help="check a recipe (TOML), which holds what follows")
     command.add_argument("--config", help="with --check: a config.json to read in place of that of the recipe's model")
-    command.add_argument("--arch", choices=ARCHS, help="of the machine; required but with --check")
+    command.add_argument("--arch", choices=ARCHS, help="of the machine; required, except with --check")
     command.add_argument("--tp", type=int, help="ranks: SGLang's --tp-size")
     command.add_argument("--ep", type=int, help="of these, over how many experts are split: --ep-size")
     command.add_argument("--dp", type=int, help="of these, over how many attention is data parallel")
@@ -159,6 +161,7 @@ def _misused(command: str, problem: str) -> int:
 
 
 def _compare(arguments: argparse.Namespace, flags: tuple[str, ...]) -> int:
+    sys.excepthook = _end_unjudged
     try:
         return compare_arguments.run(arguments, flags)
     except (RecipeError, MeasureError, OSError) as error:  # a disk that is full: 1 would say "worse"
@@ -169,10 +172,16 @@ def _compare(arguments: argparse.Namespace, flags: tuple[str, ...]) -> int:
             f"and the same command goes on from there",
             file=sys.stderr,
         )
-    except Exception:  # noqa: BLE001 - whatever it is, the exit status of a traceback would say "worse"
-        traceback.print_exc()
-        print("atom-plugin compare: the above is a fault of compare itself; nothing was judged", file=sys.stderr)
     return 2
+
+
+def _end_unjudged(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End as what could not be measured: after a traceback Python's own exit status is 1, which says "worse"."""
+    traceback.print_exception(kind, error, trace)
+    print(
+        "atom-plugin compare: the above is a fault of compare itself; nothing was judged", file=sys.stderr, flush=True
+    )
+    os._exit(2)
 
 
 if __name__ == "__main__":

@@ -82,22 +82,6 @@ def bind_topk(topk: Any, experts: Any) -> None:
         topk.bind_runner_backend(experts.runner_backend, routing_method_type=experts.routing_method_type)
 
 
-def why_not_plain_experts(experts: Any) -> list[str]:
-    """Return why SGLang's layer of experts does not hold each one whole and as it is in a checkpoint; [] if it does."""
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-
-    from atom_plugin.ops.few_token_experts import QUANTISED, SPLIT
-
-    method = experts.quant_method
-    if not isinstance(method, UnquantizedFusedMoEMethod):
-        return [QUANTISED]
-    moe, reasons = method.runner, [SPLIT] if experts.moe_ep_size > 1 else []
-    if type(experts) is not FusedMoE or not moe.runner_backend.is_triton() or method._aiter_runner:
-        reasons.append("SGLang lays their weights out for another kernel than Triton's")
-    return reasons
-
-
 @functools.cache
 def _attention_wrappers() -> tuple[Any, Any, Any]:
     """Return SGLang's backends that hold other backends: hybrid (by mode), hybrid linear, two-batch overlap."""

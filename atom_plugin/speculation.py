@@ -1,4 +1,4 @@
-"""What of speculative decoding we serve: chains of an EAGLE draft of SGLang's, verified by our model or our backend."""
+"""What of speculative decoding is built: chains of an EAGLE draft of SGLang's, verified by our model or our backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS: tuple[Flag, ...] = (
         why="rejection sampling is not tested",
     ),
     Flag(field="enable_multi_layer_eagle", served=(False,), parts=EITHER, why="several drafts are not tested"),
-    Flag(field="tp_size", served=(1,), parts=EITHER, why="speculation is tested on one GPU"),
+    Flag(field="tp_size", served=(1,), parts=EITHER, why="speculation is not tested on several ranks"),
 )
 
 

@@ -135,8 +135,10 @@ def serve(
 
 def reach_loopback_directly() -> None:
     """Keep this process and those that it starts from asking a proxy of the environment for what is on loopback."""
-    for name in ("no_proxy", "NO_PROXY"):
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), HOST]))
+    before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""  # the first is what others read first
+    if before.strip() != "*":
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = ",".join(filter(None, [before, HOST, "localhost"]))
 
 
 def running(name: str, url: str) -> Server:

@@ -123,6 +123,8 @@ def _atom_problems(given: Mapping[str, Any], parts: list[str], plan: Plan) -> li
     flags = (*FLAGS, *speculation.FLAGS) if given.get("speculative_algorithm") else FLAGS
     cfg = SimpleNamespace(**{flag.field: given.get(flag.field, flag.served[0]) for flag in flags})
     problems = flag_problems(flags, cfg, parts)
+    if given.get("speculative_algorithm"):
+        problems += speculation.machine_problems(plan.arch)
     for field, (flag, default) in SAID_TWICE.items():
         launched, planned = given.get(flag, default), vars(plan)[field]
         if launched != planned:

@@ -1,4 +1,4 @@
-"""Which kernels a model's attention layers would get, and why not the others."""
+"""Which kernels a model's layers would get, and why not the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Choice:
 
 
 def explain(spec: ExplainedSpec, plan: Plan) -> list[Choice]:
-    """Return the choice of every op and mode of the attention layers of ``spec``, which are alike in these models.
+    """Return the choice of every op and mode of the layers of ``spec``, which are alike in these models.
 
     The modes, problems, tables and forced rows are those of a launch; nothing is loaded. Raises ValueError for a plan
     that no launch could have.
@@ -36,8 +36,8 @@ def explain(spec: ExplainedSpec, plan: Plan) -> list[Choice]:
 def layer_modes(spec: ExplainedSpec, plan: Plan) -> Iterator[tuple[LayerProblems, str, Table[Any], Any]]:
     """Yield (layer, mode, table, problem with the row that is forced) of every call that a launch leads to, once."""
     verify_len = None if plan.query_len == 1 else plan.query_len
-    forced, seen = forced_rows(), set()
-    for layer in layers_of(spec, plan):
+    forced, seen, layers = forced_rows(), set(), layers_of(spec, plan)
+    for layer in layers:
         for captured in (False, True) if plan.graphs else (False,):
             modes = modes_of(layer, captured=captured, has_sinks=False, verify_len=verify_len)
             for mode, table, problem, key in modes:
@@ -46,7 +46,7 @@ def layer_modes(spec: ExplainedSpec, plan: Plan) -> Iterator[tuple[LayerProblems
                     yield layer, mode, table, replace(problem, forced=forced.get(table.op))
     experts, table = experts_of(spec, plan), few_token_experts.TABLE
     if experts is not None:
-        yield layer, table.op, table, replace(experts, forced=forced.get(table.op))
+        yield layers[0], table.op, table, replace(experts, forced=forced.get(table.op))
 
 
 def choice_of(mode: str, table: Table[Any], problem: Any) -> Choice:

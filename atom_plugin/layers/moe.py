@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.moe.utils import RoutingMethodType
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import nn
 
 from atom_plugin import device, host
@@ -25,6 +28,18 @@ from atom_plugin.ops.few_token_experts import MOST_TOKENS, FewTokenExpertsProble
 logger = logging.getLogger(__name__)
 
 
+def why_not_plain(experts: Any) -> list[str]:
+    """Return why SGLang's layer of experts does not hold each one whole and as it is in a checkpoint; [] if it does."""
+    method = experts.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return [few_token_experts.QUANTISED]
+    moe, reasons = method.runner, [few_token_experts.SPLIT] if experts.moe_ep_size > 1 else []
+    is_interleaved = os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0") not in ("0", "false")
+    if type(experts) is not FusedMoE or not moe.runner_backend.is_triton() or method._aiter_runner or is_interleaved:
+        reasons.append("SGLang lays their weights out for another kernel than Triton's plain one")
+    return reasons
+
+
 def choose_few_token_experts(experts: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
     """Return what runs ``experts`` for at most MOST_TOKENS tokens and their routing; raises NoKernelError."""
     problem = FewTokenExpertsProblem(
@@ -34,7 +49,7 @@ def choose_few_token_experts(experts: Any) -> Callable[[torch.Tensor, Any], torc
         intermediate_size=experts.intermediate_size_per_partition,
         num_experts=experts.num_local_experts,
         top_k=experts.top_k,
-        why_not_plain=tuple(host.why_not_plain_experts(experts)),
+        why_not_plain=tuple(why_not_plain(experts)),
     )
     row = choose(few_token_experts.TABLE, problem, forced_rows())
     _say(row.name)

@@ -329,14 +329,19 @@ def _few_token_experts(row: Any, problem: FewTokenExpertsProblem, tolerance: Tol
     hidden, width, experts = problem.hidden_size, problem.intermediate_size, problem.num_experts
     ids = torch.stack([torch.randperm(experts)[: problem.top_k] for _ in range(MOST_TOKENS)]).int()
     ids[-1] = -1  # a padded token of a graph
-    x = (2 * torch.randn(MOST_TOKENS, 64 + hidden)).to(problem.dtype)[:, 64:]  # a part of a wider row
+    wide = (2 * torch.randn(MOST_TOKENS, 64 + hidden)).to(problem.dtype)
     weights = torch.rand(MOST_TOKENS, problem.top_k)
     w13 = (torch.randn(experts, 2 * width, hidden) / hidden**0.5).to(problem.dtype)
     w2 = (torch.randn(experts, hidden, width) / width**0.5).to(problem.dtype)
     at = device.torch_device()
     layer = SimpleNamespace(w13_weight=w13.to(at), w2_weight=w2.to(at))
-    done = row(layer, x.to(at), SimpleNamespace(topk_weights=weights.to(at), topk_ids=ids.to(at)))
-    return [compare("sums of experts", done.cpu(), few_token_experts_reference(x, weights, ids, w13, w2), tolerance)]
+    # a part of a wider row, there as well
+    done = row(layer, wide.to(at)[:, 64:], SimpleNamespace(topk_weights=weights.to(at), topk_ids=ids.to(at)))
+    return [
+        compare(
+            "sums of experts", done.cpu(), few_token_experts_reference(wide[:, 64:], weights, ids, w13, w2), tolerance
+        )
+    ]
 
 
 def _floats(pages: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,6 @@ def check_requests(original: Any, checker: Any, *args: Any, **kwargs: Any) -> An
     if time.time() > _state["time"] + 0.1:
         _state["time"] = time.time()
         report = Path(os.environ["ATOM_IDLE_REPORT"])
-        partial = report.with_suffix(".partial")
+        partial = report.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(json.dumps(_state))
         partial.replace(report)

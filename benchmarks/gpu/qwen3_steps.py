@@ -42,13 +42,13 @@ def sizes(config: dict[str, Any]) -> tuple[int, int]:
     return attention, 3 * hidden * config["moe_intermediate_size"]
 
 
-def decode_limit_us(config: dict[str, Any], batch: int, context: int, weight_bytes: int) -> float:
+def decode_limit_us(config: dict[str, Any], batch: int, context: int, weight_bytes: int, kv_bytes: int = 2) -> float:
     """Return the microseconds that one step's reads take."""
     attention, expert = sizes(config)
     experts, top_k = config["num_experts"], config["num_experts_per_tok"]
     reached = experts * (1 - (1 - top_k / experts) ** batch)
     layer = weight_bytes * (attention + reached * expert)
-    layer += 2 * 2 * batch * context * config["num_key_value_heads"] * config["head_dim"]
+    layer += 2 * kv_bytes * batch * context * config["num_key_value_heads"] * config["head_dim"]
     head = 2 * config["hidden_size"] * config["vocab_size"]
     return 1e6 * (config["num_hidden_layers"] * layer + head) / READ_BYTES_PER_S
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,8 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
     A folder that is there is left alone, as a comparison goes on only with the same files.
     """
     if folder.is_dir():
+        if json.loads((folder / "config.json").read_text()) != config:
+            sys.exit(f"{folder} holds another model: give another --work")
         return
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -63,7 +66,9 @@ def run_compare(arguments: argparse.Namespace) -> dict[str, float]:
     kept = arguments.work / "peak.json"
     peak: dict[str, float] = json.loads(kept.read_text()) if kept.is_file() else {}
     start = time.time()
-    process = subprocess.Popen(compare_command(arguments))
+    # DeepGEMM compiles the shapes that come in the warm-up, not all that could: ten minutes and more
+    environment = {**os.environ, "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+    process = subprocess.Popen(compare_command(arguments), env=environment)
     try:
         while process.poll() is None:
             used = gpu_gib()
@@ -75,6 +80,9 @@ def run_compare(arguments: argparse.Namespace) -> dict[str, float]:
     finally:  # a comparison that is told to end stops its server first
         process.terminate()
         process.wait()
+    report = arguments.work / "compare" / "report.json"
+    if not report.is_file() or report.stat().st_mtime < start:
+        sys.exit(f"the comparison wrote no report (exit status {process.returncode}); it goes on in {arguments.work}")
     return peak
 
 
@@ -85,11 +93,13 @@ def serving_now(folder: Path, start: float) -> str | None:
     return launched[latest] if latest > start else None
 
 
-def rows_of(report: dict[str, Any], config: dict[str, Any], weight_bytes: int, gpus: int) -> Iterator[dict[str, Any]]:
+def rows_of(
+    report: dict[str, Any], config: dict[str, Any], *, weight_bytes: int, kv_bytes: int, gpus: int
+) -> Iterator[dict[str, Any]]:
     """Yield the cells of a comparison with their limits, which ``gpus`` share."""
     for cell in report["rows"]:
         context = cell["Input_Tokens"] + cell["Output_Tokens"] // 2
-        limit_ms = decode_limit_us(config, cell["Max_Concurrency"], context, weight_bytes) / 1e3 / gpus
+        limit_ms = decode_limit_us(config, cell["Max_Concurrency"], context, weight_bytes, kv_bytes) / 1e3 / gpus
         shares = {name: limit_ms / cell[name]["Mean_TPOT_ms"] for name in VARIANTS}
         yield {**cell, "limit_ms": limit_ms, "limit_share": shares}
 
@@ -113,11 +123,9 @@ def main() -> None:
     name = arguments.config.parent.name if arguments.config else f"qwen3-30b-a3b-{'fp8' if arguments.fp8 else 'bf16'}"
     make_model(arguments.work / "model", config)
     peak = run_compare(arguments)
-    path = arguments.work / "compare" / "report.json"
-    if not path.is_file():
-        sys.exit(f"the comparison has no report; the same command goes on in {arguments.work}")
-    report = json.loads(path.read_text())
-    rows = list(rows_of(report, config, 1 if arguments.fp8 else 2, arguments.gpus))
+    report = json.loads((arguments.work / "compare" / "report.json").read_text())
+    kv_bytes = 1 if "fp8_e4m3" in arguments.flags else 2
+    rows = list(rows_of(report, config, weight_bytes=1 if arguments.fp8 else 2, kv_bytes=kv_bytes, gpus=arguments.gpus))
     for row in rows:
         told = {key: row[key] for key in ("Input_Tokens", "Output_Tokens", "Max_Concurrency", "ratio", "limit_ms")}
         for variant in VARIANTS:

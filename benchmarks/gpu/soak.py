@@ -142,16 +142,19 @@ class Crowd:
     def _closed(self, body: dict[str, Any], draw: random.Random) -> None:
         body["sampling_params"]["max_new_tokens"] = self._longest_answer
         with requests.post(f"{self._url}/generate", json={**body, "stream": True}, stream=True, timeout=600) as answer:
+            assert answer.status_code == 200, answer.text
             for _ in zip(range(draw.randrange(1, 9)), answer.iter_lines(), strict=False):
                 pass
         self.counts["closed"] += 1
 
     def _aborted(self, body: dict[str, Any], draw: random.Random) -> None:
         wait = draw.random()
-        timer = threading.Timer(wait, lambda: requests.post(f"{self._url}/abort_request", json={"rid": body["rid"]}))
+        asked = {"url": f"{self._url}/abort_request", "json": {"rid": body["rid"]}, "timeout": 60}
+        timer = threading.Timer(wait, requests.post, kwargs=asked)  # where it fails, nothing counts as aborted
         timer.start()
         answer = requests.post(f"{self._url}/generate", json=body, timeout=600)
         timer.join()
+        assert answer.status_code in (200, 400, 503), answer.text
         # one that was still waiting has no answer: SGLang says 400 or 503 to it
         reason = answer.json()["meta_info"]["finish_reason"]["type"] if answer.status_code == 200 else "abort"
         self.counts["aborted" if reason == "abort" else "answered before its abort"] += 1
@@ -180,7 +183,10 @@ def memory(server: servers.Server) -> dict[str, float | None]:
     """Return the GiB that the server's processes hold of main memory, and those in use on the GPU."""
     assert server.process is not None
     whole = psutil.Process(server.process.pid)
-    held = sum(one.memory_info().rss for one in (whole, *whole.children(recursive=True))) / 2**30
+    held = 0.0
+    for one in (whole, *whole.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a compiler that has just ended
+            held += one.memory_info().rss / 2**30
     return {"rss_gib": held, "gpu_gib": gpu_gib()}
 
 
@@ -259,6 +265,7 @@ def soak(arguments: argparse.Namespace) -> tuple[list[Any], Crowd, dict[str, Any
         flush(server)
         probe = Probe(server)
         probe.ask_alone()
+        idle_check(folder / "idle.json")  # now, rather than after minutes, where it does not come at all
         told["memory_before"] = memory(server)
         rows, crowd = crowd_it(server, probe, arguments)
         told["idle_check"] = idle_check(folder / "idle.json")  # before a flush, which makes every slot free

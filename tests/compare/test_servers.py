@@ -172,14 +172,17 @@ def test_last_error_is_the_last_one_and_falls_back_to_the_end(tmp_path: Path) ->
 def test_loopback_is_not_asked_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing listens at the proxy."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "example.org")
-    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "example.org")
     with pytest.raises(MeasureError, match="did not answer"), serve(tmp_path, "serve", start_seconds=2):
         pass
     servers.reach_loopback_directly()
-    assert os.environ["no_proxy"] == "example.org,127.0.0.1" and os.environ["NO_PROXY"] == "127.0.0.1"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
     with serve(tmp_path, "serve") as server:
         assert server.model() == "tiny"
+    monkeypatch.setenv("no_proxy", "*")
+    servers.reach_loopback_directly()
+    assert os.environ["no_proxy"] == "*"
 
 
 def test_servers_that_run_already_have_no_flags() -> None:

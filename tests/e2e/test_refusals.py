@@ -91,7 +91,6 @@ def become(name: str) -> Callable[[Path], None]:
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
-#: name -> (change to the tiny checkpoint, further flags, words that the message must hold)
 EAGLE = [
     "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "{folder}/draft",
     "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4",
@@ -101,6 +100,7 @@ ON_TRITON = ["--speculative-draft-attention-backend", "triton"]
 #: What every launch that speculates is told here, next to what else is wrong with it.
 NOT_ON_A_CPU = "speculation on a CPU: SGLang's kernels that verify a draft are not there"
 
+#: name -> (change to the tiny checkpoint, further flags, words that the message must hold)
 CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = {
     "unknown architecture": (
         with_config(architectures=["LlamaForCausalLM"], model_type="llama"),

@@ -51,7 +51,7 @@ def run_engine(
         ran = subprocess.run(
             [sys.executable, str(HERE / "engine_logprobs.py")],
             input=json.dumps({**job, "tails": list(tails), **(more or {})}),
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **(env or {})},
             capture_output=True,
             text=True,
             timeout=500,

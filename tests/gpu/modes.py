@@ -44,11 +44,12 @@ class Job:
     continued: list[list[int]]
     whole: list[int]
     flags: Mapping[str, Any]
+    cached: Sequence[int] = _CACHED
 
     @property
     def tails(self) -> list[dict[str, Any]]:
         """One sequence after cached prefixes of it."""
-        return [{"cached": cached, "ids": self.whole} for cached in _CACHED]
+        return [{"cached": cached, "ids": self.whole} for cached in self.cached]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def engine_of(asked: Job, flags: Mapping[str, Any], root: Path) -> Run:
     with FileLock(f"{kept}.lock"):
         if not kept.is_file():
             checkpoint = _checkpoint(asked, folder)
-            kept.write_text(json.dumps(vars(_start(asked, checkpoint, launch))))
+            partial = kept.with_suffix(".partial")
+            partial.write_text(json.dumps(vars(_start(asked, checkpoint, launch))))
+            partial.replace(kept)
     return Run(**json.loads(kept.read_text()))
 
 
@@ -164,6 +167,8 @@ def assert_near(ours: Run, other: Run, bound: float, what: str) -> None:
         "tails": apart(ours.answers["tails"], other.answers["tails"]),
         "decoded": decoded_apart(other.answers, ours.answers),
     }
+    if not other.answers["tails"]:
+        del parts["tails"]
     for part, found in parts.items():
         assert found, f"{what}, {part}: no greedy answer begins with the same token"
         print(f"\n{what}, {part}: {figures(found)}", end="")

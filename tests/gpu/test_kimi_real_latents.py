@@ -23,12 +23,7 @@ pytestmark = pytest.mark.gpu
 #: (cached prefix, new tokens): the last three are past the cross-over.
 TAILS = [(1, 1), (1, 7), (63, 2), (64, 5), (65, 6), (4000, 3), (4000, 7), (64, 300), (1000, 400), (3000, 1500)]
 Errors = Callable[..., dict[str, list[float]]]
-#: The last: DeepGEMM compiles the shapes that come, not every one that could.
-ENVIRONMENT = {
-    "SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "0",
-    "SGLANG_MAX_KV_CHUNK_CAPACITY": "1024",
-    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
-}
+ENVIRONMENT = {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "0", "SGLANG_MAX_KV_CHUNK_CAPACITY": "1024"}
 
 
 def sequences() -> list[list[int]]:

@@ -5,6 +5,7 @@ Without a GPU a dry run: two processes over gloo.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ MEAN = 0.05
 
 def ours(checkpoint: str, launch: dict[str, Any], folder: Path) -> Run:
     """Return our model on our backend, with all graphs."""
-    run = engine_of(job(checkpoint), {"model_impl": "atom", **GRAPHS, **launch}, folder)
+    asked = replace(job(checkpoint), cached=())  # under attention DP a prefix may be cached on the other rank
+    run = engine_of(asked, {"model_impl": "atom", **GRAPHS, **launch}, folder)
     assert "atom_plugin.models.qwen3_moe.Qwen3MoeForCausalLM" in run.log
     return run
 

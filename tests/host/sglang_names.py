@@ -35,11 +35,13 @@ OBJECTS_OF = {
     "atom_plugin/attention/backend.py": {"layer": "sglang.srt.layers.radix_attention.RadixAttention"},
     "atom_plugin/attention/limits.py": {"layer": "sglang.srt.layers.radix_attention.RadixAttention"},
     "atom_plugin/cpu/communication.py": {"group": "sglang.srt.distributed.parallel_state.GroupCoordinator"},
+    "atom_plugin/layers/moe.py": {
+        "method": "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod",
+        "moe": "sglang.srt.layers.moe.moe_runner.runner.MoeRunner",
+    },
     "atom_plugin/host.py": {
         "topk": "sglang.srt.layers.moe.topk.TopK",
         "experts": "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE",
-        "method": "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod",
-        "moe": "sglang.srt.layers.moe.moe_runner.runner.MoeRunner",
         "pool": "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool",
         "backend": "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend "
         "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend "

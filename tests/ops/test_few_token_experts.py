@@ -38,20 +38,20 @@ def make_call(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.usefixtures("triton_interpreter")
 def test_triton(shape: tuple[int, int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from atom_plugin.ops.few_token_experts import kernel
+    from atom_plugin.ops.few_token_experts.kernel import few_token_experts
 
     call = make_call(*shape, dtype)
     expected = reference(**call)
     assert expected.abs().max() > 0.1
     poison_empty(monkeypatch)
     tolerance = TABLE.kernels[0].tolerance[dtype]
-    found = kernel.few_token_experts(**call)
+    found = few_token_experts(**call)
     assert found.shape == expected.shape and found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=tolerance.rtol, atol=tolerance.atol)
     if shape[0] > 1:
         assert torch.equal(found[-1], torch.zeros_like(found[-1]))
     alone = {name: call[name][:1] for name in ("hidden_TD", "weights_TK", "ids_TK")}
-    assert torch.equal(kernel.few_token_experts(**{**call, **alone}), found[:1])
+    assert torch.equal(few_token_experts(**{**call, **alone}), found[:1])
 
 
 def test_the_reference_is_transformers_block() -> None:

@@ -12,6 +12,7 @@ import torch
 from atom_plugin.attention.limits import LayerOutline
 from atom_plugin.attention.tables import TABLES, LayerProblems, modes_of
 from atom_plugin.dispatch import Kernel, Tolerance
+from atom_plugin.ops.few_token_experts import FewTokenExpertsProblem
 from atom_plugin.ops.mla_attention.eager import mla_attention
 from atom_plugin.ops.paged_attention.eager import paged_attention
 from atom_plugin.ops.qk_norm_rope_store_kv.eager import qk_norm_rope_store_kv
@@ -219,3 +220,25 @@ def test_numbers_of_a_comparison() -> None:
     assert compare_bytes("x", torch.tensor([nan]), torch.tensor([nan])).share == 0
     different = compare_bytes("x", torch.tensor([0.0]), torch.tensor([-0.0]))
     assert different.share == inf and "1 of 4 bytes differ" in different.what
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+def test_experts_of_few_tokens() -> None:
+    """Interpreted, as no other row of ours runs them; and a sum without its weights is seen."""
+    problem = FewTokenExpertsProblem(
+        arch="cpu", dtype=torch.float32, hidden_size=96, intermediate_size=40, num_experts=8, top_k=3, forced="triton"
+    )
+    cell = replace(CELLS[0], op="few_token_experts", row="triton", problem=problem)
+    assert worst(cell) < 0.9
+    kernel = TABLES[cell.op].kernels[0]
+    row = kernel.load()
+
+    def unweighted(experts: Any, hidden: torch.Tensor, routing: Any) -> torch.Tensor:
+        routing.topk_weights = torch.ones_like(routing.topk_weights)
+        return row(experts, hidden, routing)
+
+    TABLES[cell.op].kernels = (replace(kernel, load=lambda: unweighted), *TABLES[cell.op].kernels[1:])
+    try:
+        assert worst(cell) > 1
+    finally:
+        TABLES[cell.op].kernels = (kernel, *TABLES[cell.op].kernels[1:])

@@ -77,6 +77,8 @@ def few_token_experts(
     out_TD = torch.empty(tokens, hidden, dtype=hidden_TD.dtype, device=hidden_TD.device)
     if tokens == 0:
         return out_TD
+    if hidden_TD.stride(1) != 1 or not all(one.is_contiguous() for one in (weights_TK, ids_TK, w13_EFD, w2_EDI)):
+        raise ValueError("hidden_TD takes a last stride of 1, and weights_TK, ids_TK, w13_EFD and w2_EDI no gaps")
     inner = torch.empty(tokens * top_k, width, dtype=torch.float32, device=hidden_TD.device)
     shape = {"HIDDEN": hidden, "WIDTH": width, "TOP_K": top_k, "ROWS": _ROWS, "num_warps": 4}
     _gate_up[(triton.cdiv(width, _ROWS), tokens * top_k)](
