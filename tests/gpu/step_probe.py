@@ -14,6 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 _steps: Counter[str] = Counter()
@@ -32,14 +34,12 @@ def register() -> None:
 
 def step(original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run one step and count it."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
-
     mode, requests = forward_batch.forward_mode.name, forward_batch.batch_size
     output = original(runner, forward_batch, *args, **kwargs)
     key = f"{mode} {'graph' if output.can_run_graph else 'eager'}"
     _steps[key] += 1
     _largest[key] = max(_largest[key], requests)
-    if get_tensor_model_parallel_rank():  # one process of several speaks, in a file that all know of
+    if torch.distributed.get_rank():  # one process of several speaks, in a file that all know of
         return output
     report = Path(os.environ["ATOM_TEST_STEPS"])
     partial = report.with_suffix(".partial")
